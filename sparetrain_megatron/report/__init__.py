@@ -1,0 +1,1 @@
+"""What a run leaves behind: events, a summary, and lines on the terminal."""
