@@ -1,0 +1,1 @@
+"""Faults: what to inject, injecting it, and campaigns of many."""
