@@ -306,7 +306,7 @@ def test_both_executions_get_the_same_wrong_value(order, text):
         for execution, tensor in zip(order, pair, strict=True):
             hits += visit(injector, tensor, execution=execution)
         assert torch.equal(*pair)
-    assert hits == 2 or injector.armed and hits > 4
+    assert hits == 2 or (injector.armed and hits > 4)
 
 
 def test_both_of_an_operator_that_runs_once_a_phase():
