@@ -79,7 +79,7 @@ class SparetrainConfig(BaseModel):
     full are accepted and act as piggyback in this version."""
 
     strict: bool = True
-    """Refuse at start (default), or only count and report, what cannot be protected."""
+    """Refuse at start (the default), or only count and report, what cannot be protected."""
 
     plan: Path | None = None
     """Use this plan of deferred checks. Not available in this version."""
@@ -92,7 +92,7 @@ class SparetrainConfig(BaseModel):
 
     on_mismatch: OnMismatch = "rollback"
     """What follows a mismatch: rollback repeats the iteration, abort stops with exit code 75,
-    report goes on training with the wrong value."""
+    report goes on with the value of the first execution, right or wrong."""
 
     max_rollbacks: int = Field(default=2, ge=0)
     """How often one iteration may be repeated before the run stops with exit code 76."""
@@ -223,7 +223,8 @@ class SparetrainConfig(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            raise UsageError("\n".join(_explain(problem, spell) for problem in error.errors()))
+            lines = (_explain(problem, spell) for problem in error.errors())
+            raise UsageError("\n".join(lines)) from None
 
     @classmethod
     def from_namespace(
@@ -296,6 +297,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
         info = SparetrainConfig.model_fields[field]
         text = " ".join((info.description or "").split()).replace("%", "%%")
         options: dict[str, Any] = {"default": None}
+        if info.annotation is not bool and info.default:
+            text += f" Default: {info.default}."
         options["help"] = argparse.SUPPRESS if field in _NOT_YET else text
         if field == "strict":
             # Makes --no-sparetrain-strict too.

@@ -103,6 +103,7 @@ class Statistics:
         merged = cls()
         for part in parts:
             for method, by_class in part.checks.items():
+                merged.checks.setdefault(method, {})
                 for kind, number in by_class.items():
                     merged.count_check(method, kind, number)
             for entry in fields(cls):

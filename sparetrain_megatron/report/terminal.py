@@ -10,14 +10,18 @@ import io
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sparetrain_megatron.report.summary import Statistics
 
 PLAIN_WIDTH = 100
+
+Titled = tuple[str, Table]
+"""A title and its table; rich's own titles are wrapped to the width of the table."""
 
 _WRONG = {
     "primary": "the primary was wrong",
@@ -63,22 +67,12 @@ def mismatch_line(event: Mapping[str, Any]) -> str:
     if event.get("operator"):
         nth = event.get("nth")
         place.append(f"operator {event['operator']}" + (f" #{nth}" if nth is not None else ""))
-    parts = [", ".join(place)]
-    differ, elements = event.get("elements_differ"), event.get("elements")
-    if differ is not None:
-        amount = f"{differ:,}" + (f" of {elements:,}" if elements is not None else "")
-        parts.append(
-            f"{amount} element{'s' if (elements or differ) != 1 else ''} differ"
-            + ("s" if differ == 1 else "")
-            + _bits(event.get("bits"))
-        )
-    elif event.get("bits"):
-        parts.append("values differ" + _bits(event["bits"]))
+    line = "MISMATCH " + ", ".join(place)
+    difference = _difference(event)
+    if difference:
+        line += f": {difference}"
     if event.get("wrong"):
-        parts.append(_WRONG.get(event["wrong"], f"wrong: {event['wrong']}"))
-    line = "MISMATCH " + ": ".join(parts[:2])
-    if parts[2:]:
-        line += "; " + parts[2]
+        line += "; " + _WRONG.get(event["wrong"], f"wrong: {event['wrong']}")
     if event.get("method"):
         line += f" [{event['method']}]"
     if event.get("note"):
@@ -114,34 +108,11 @@ def summary_text(
         width: Columns.
     """
     state = (
-        "no mismatch"
-        if not statistics.mismatches
-        else count(statistics.mismatches, "mismatch", "mismatches")
+        count(statistics.mismatches, "mismatch", "mismatches")
+        if statistics.mismatches
+        else "no mismatch"
     )
-    facts = [
-        ("ranks", f"{world_size:,}"),
-        ("iterations", f"{statistics.iterations:,}"),
-        ("operators checked", f"{statistics.operators_checked:,}"),
-        ("operators unprotected", f"{sum(statistics.unprotected.values()):,}"),
-        ("communications checked", f"{statistics.communications_checked:,}"),
-        ("reductions checked", f"{statistics.reductions_checked:,}"),
-        ("reductions not doubled", f"{statistics.reductions_not_doubled:,}"),
-        ("mismatches", f"{statistics.mismatches:,}"),
-        ("rollbacks", f"{statistics.rollbacks:,}"),
-    ]
-    if statistics.injected:
-        facts.append(("faults injected", f"{statistics.injected:,}"))
-    if statistics.second_device_checks:
-        facts.append(("second device checks", f"{statistics.second_device_checks:,}"))
-    facts += [
-        (
-            "time in checks",
-            f"{statistics.seconds_in_checks:,.1f} s outside windows "
-            f"({statistics.share_in_checks:.1%} of the iterations), "
-            f"{statistics.seconds_in_windows:,.1f} s inside".replace("%", " %"),
-        ),
-        ("peak held by checks", f"{statistics.peak_bytes_held / 2**20:,.1f} MiB"),
-    ]
+    facts = statistics_facts(statistics, world_size=world_size)
     if directory is not None:
         facts.append(("files", str(directory)))
     tables = [pairs_table(f"sparetrain: {state}", facts)]
@@ -169,7 +140,36 @@ def print_summary(
     stream.flush()
 
 
-def statistics_tables(statistics: Statistics) -> list[Table]:
+def statistics_facts(statistics: Statistics, *, world_size: int) -> list[tuple[str, str]]:
+    """Names and values of the plain counters."""
+    facts = [
+        ("ranks", f"{world_size:,}"),
+        ("iterations", f"{statistics.iterations:,}"),
+        ("operators checked", f"{statistics.operators_checked:,}"),
+        ("operators unprotected", f"{sum(statistics.unprotected.values()):,}"),
+        ("communications checked", f"{statistics.communications_checked:,}"),
+        ("reductions checked", f"{statistics.reductions_checked:,}"),
+        ("reductions not doubled", f"{statistics.reductions_not_doubled:,}"),
+        ("mismatches", f"{statistics.mismatches:,}"),
+        ("rollbacks", f"{statistics.rollbacks:,}"),
+    ]
+    if statistics.injected:
+        facts.append(("faults injected", f"{statistics.injected:,}"))
+    if statistics.second_device_checks:
+        facts.append(("second device checks", f"{statistics.second_device_checks:,}"))
+    facts += [
+        (
+            "time in checks",
+            f"{statistics.seconds_in_checks:,.1f} s outside windows "
+            f"({statistics.share_in_checks:.1%} of the iterations), "
+            f"{statistics.seconds_in_windows:,.1f} s inside".replace("%", " %"),
+        ),
+        ("peak held by checks", f"{statistics.peak_bytes_held / 2**20:,.1f} MiB"),
+    ]
+    return facts
+
+
+def statistics_tables(statistics: Statistics) -> list[Titled]:
     """Tables of what was checked, what ran once and what was unprotected; empty ones left out."""
     tables = []
     rows = [
@@ -189,44 +189,34 @@ def statistics_tables(statistics: Statistics) -> list[Table]:
     return tables
 
 
-def make_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+def make_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Titled:
     """A table; a column whose heading begins with `>` is aligned to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for column in columns:
-        right = column.startswith(">")
-        table.add_column(
-            column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
-        )
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
     for row in rows:
-        table.add_row(*(_escape(str(cell)) for cell in row))
-    return table
+        # As Text: in a plain string, rich would read [brackets] as markup.
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return title, table
 
 
-def pairs_table(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+def pairs_table(title: str, pairs: Iterable[tuple[str, str]]) -> Titled:
     """A table of names and values without headings."""
-    table = Table(
-        title=_escape(title),
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        show_header=False,
-    )
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in pairs:
-        table.add_row(_escape(name), _escape(value))
-    return table
+    title, table = make_table(title, ("", ""), pairs)
+    table.show_header = False
+    return title, table
 
 
-def render(tables: Iterable[Table], *, color: bool = False, width: int = PLAIN_WIDTH) -> str:
+def render(tables: Iterable[Titled], *, color: bool = False, width: int = PLAIN_WIDTH) -> str:
     """The tables as one string, each with an empty line before it and no trailing spaces."""
     buffer = io.StringIO()
     console = Console(
         file=buffer, width=width, force_terminal=color, no_color=not color, highlight=False
     )
-    for table in tables:
+    for title, table in tables:
         console.print()
+        console.print(Text(title, style="bold"), soft_wrap=True)
         console.print(table)
     return "".join(line.rstrip() + "\n" for line in buffer.getvalue().splitlines())
 
@@ -236,17 +226,21 @@ def count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def _bits(bits: Any) -> str:
-    if not bits:
-        return ""
-    shown = ", ".join(str(bit) for bit in bits[:8]) + (", …" if len(bits) > 8 else "")
-    return f" in bit{'s' if len(bits) > 1 else ''} {shown}"
+def _difference(event: Mapping[str, Any]) -> str:
+    """How many elements and which bits differ, as far as it is known."""
+    differ, elements = event.get("elements_differ"), event.get("elements")
+    bits = event.get("bits") or []
+    text = ""
+    if differ is not None:
+        amount = f"{differ:,}" if elements is None else f"{differ:,} of {elements:,}"
+        noun = "element" if (differ if elements is None else elements) == 1 else "elements"
+        text = f"{amount} {noun} {'differs' if differ == 1 else 'differ'}"
+    if bits:
+        text = text or "values differ"
+        text += f" in {'bit' if len(bits) == 1 else 'bits'} " + ", ".join(map(str, bits[:8]))
+        text += ", …" if len(bits) > 8 else ""
+    return text
 
 
 def _by_number(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-
-
-def _escape(text: str) -> str:
-    # rich reads [brackets] as markup; operator names and paths may contain them.
-    return text.replace("[", "\\[")

@@ -1,0 +1,77 @@
+"""The command `sparetrain`: what can be done apart from a training run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from sparetrain_megatron import __version__
+from sparetrain_megatron.errors import SparetrainError, UsageError
+from sparetrain_megatron.report.overview import Overview
+from sparetrain_megatron.report.terminal import PLAIN_WIDTH, say
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["campaign"]:
+            # It has its own parser, which needs torch; the others should not wait for that.
+            from sparetrain_megatron.faults import campaign
+
+            return int(campaign.main(arguments[1:]) or 0)
+        parser = _parser()
+        args = parser.parse_args(arguments)
+        if args.command is None:
+            parser.print_help()
+            return 0
+        return _report(args)
+    except SparetrainError as error:
+        say("\n".join(f"error: {line}" for line in str(error).splitlines()))
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sparetrain",
+        description="Training runs protected against silent data corruption. A run itself is "
+        "started with: python -m sparetrain_megatron SCRIPT … --sparetrain",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sparetrain {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser(
+        "campaign", help="inject many faults into a real model and report which were found"
+    )
+    report = commands.add_parser(
+        "report",
+        help="show what a run found, from its events and summary",
+        description="Shows mismatches, rollbacks and what was checked in a run.",
+        allow_abbrev=False,
+    )
+    report.add_argument("directory", metavar="DIR", help="the run's --sparetrain-dir")
+    report.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    return parser
+
+
+def _report(args: argparse.Namespace) -> int:
+    try:
+        overview = Overview.read(args.directory)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if args.json:
+        print(json.dumps(overview.to_dict(), indent=2))
+        return 0
+    console = Console()
+    tty = console.is_terminal
+    print(
+        overview.render(
+            color=tty and not console.no_color, width=console.width if tty else PLAIN_WIDTH
+        ),
+        end="",
+    )
+    return 0
