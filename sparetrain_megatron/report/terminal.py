@@ -26,8 +26,9 @@ Titled = tuple[str, Table]
 _WRONG = {
     "primary": "the primary was wrong",
     "checker": "the checker was wrong, the result was right",
-    "software": "both executions are reproducible and differ: a software cause",
-    "both": "both executions were wrong",
+    "sender": "the sender was wrong",
+    "receiver": "the receiver was wrong",
+    "software": "the same difference came back: a cause in software",
     "unknown": "which of the two was wrong is unknown",
 }
 
@@ -65,14 +66,15 @@ def mismatch_line(event: Mapping[str, Any]) -> str:
     if event.get("phase"):
         place.append(str(event["phase"]))
     if event.get("operator"):
-        nth = event.get("nth")
-        place.append(f"operator {event['operator']}" + (f" #{nth}" if nth is not None else ""))
+        place.append(f"operator {event['operator']}")
     line = "MISMATCH " + ", ".join(place)
     difference = _difference(event)
     if difference:
         line += f": {difference}"
     if event.get("wrong"):
-        line += "; " + _WRONG.get(event["wrong"], f"wrong: {event['wrong']}")
+        line += "; " + _WRONG.get(event["wrong"], f"{event['wrong']} was wrong")
+    if event.get("followed_by"):
+        line += f"; {event['followed_by']:,} more follow from it"
     if event.get("method"):
         line += f" [{event['method']}]"
     if event.get("note"):

@@ -32,13 +32,13 @@ MISMATCH = {
     "layer": "decoder.3",
     "phase": "backward",
     "operator": "mm",
-    "nth": 4,
     "method": "naive",
     "elements_differ": 1,
     "elements": 4096,
     "bits": [14],
     "wrong": "primary",
-    "note": None,
+    "followed_by": 0,
+    "note": "",
 }
 
 
@@ -195,7 +195,7 @@ class TestTerminal:
     def test_mismatch(self):
         assert mismatch_line(MISMATCH) == (
             "MISMATCH rank 1 (node7, cuda:0 GPU-1234), iteration 3, microbatch 2, stage 1, "
-            "layer decoder.3, backward, operator mm #4: 1 of 4,096 elements differs in bit 14; "
+            "layer decoder.3, backward, operator mm: 1 of 4,096 elements differs in bit 14; "
             "the primary was wrong [naive]"
         )
 
@@ -209,7 +209,10 @@ class TestTerminal:
         )
 
     def test_mismatch_of_many(self):
-        line = mismatch_line(MISMATCH | {"elements_differ": 4096, "bits": list(range(16))})
+        line = mismatch_line(
+            MISMATCH | {"elements_differ": 4096, "bits": list(range(16)), "followed_by": 12}
+        )
+        assert "; the primary was wrong; 12 more follow from it [naive]" in line
         assert "4,096 of 4,096 elements differ in bits 0, 1, 2, 3, 4, 5, 6, 7, …;" in line
 
     def test_interval(self):
