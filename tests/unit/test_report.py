@@ -29,7 +29,7 @@ MISMATCH = {
     "rank": 1,
     "host": "node7",
     "device": "cuda:0 GPU-1234",
-    "layer": "decoder.3",
+    "layer": 4,
     "phase": "backward",
     "operator": "mm",
     "method": "naive",
@@ -195,7 +195,7 @@ class TestTerminal:
     def test_mismatch(self):
         assert mismatch_line(MISMATCH) == (
             "MISMATCH rank 1 (node7, cuda:0 GPU-1234), iteration 3, microbatch 2, stage 1, "
-            "layer decoder.3, backward, operator mm: 1 of 4,096 elements differs in bit 14; "
+            "layer 4, backward, operator mm: 1 of 4,096 elements differs in bit 14; "
             "the primary was wrong [naive]"
         )
 
