@@ -1,6 +1,10 @@
-"""Rules for the whole test suite."""
+"""Rules and fixtures for the whole test suite."""
+
+from pathlib import Path
 
 import pytest
+
+from tests import harness
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -14,3 +18,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
         for item in marked:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def megatron():
+    """``harness.run_case``, where Megatron can run: with ``megatron.training``, without a GPU."""
+    pytest.importorskip("megatron.training", reason="megatron-core is not installed")
+    return harness.run_case
+
+
+@pytest.fixture(scope="session")
+def english(megatron, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of the quickstart's English data set."""
+    prefix = tmp_path_factory.mktemp("data") / "english"
+    script = harness.ROOT / "examples" / "quickstart" / "english_text.py"
+    harness.succeeded(megatron([str(prefix)], world_size=1, script=script))
+    return prefix
