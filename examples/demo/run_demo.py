@@ -30,7 +30,7 @@ FAULTS = [
     for text in (
         "iteration=4,rank=0,phase=forward,microbatch=1,operator=mm,nth=3,element=4321,bit=13",
         "iteration=8,rank=1,phase=recompute,microbatch=2,operator=mm,nth=2,pattern=burst,bit=12",
-        "iteration=11,rank=1,phase=backward,microbatch=0,operator=mm,nth=5,pattern=shift",
+        "iteration=11,rank=1,phase=backward,microbatch=4,operator=mm,nth=5,pattern=shift",
         "iteration=15,rank=0,phase=accumulate,microbatch=3,operator=add_,nth=2,element=99,bit=29",
         "iteration=19,rank=1,phase=clip,bit=25",
         "iteration=22,rank=0,phase=optimizer,operator=addcdiv_,nth=4,element=7000,bit=26",

@@ -40,13 +40,6 @@ TRAINING = f"""
     --save-interval 1000 --ckpt-format torch
 """
 DATA = "--split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0"
-# Megatron's fused kernels and NCCL need a GPU.
-ON_CPU = """
-    --sparetrain-cpu --transformer-impl local --distributed-backend gloo
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion
-    --no-rope-fusion --no-persist-layer-norm
-"""
-
 _ITERATION = re.compile(
     r"iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)"
 )
@@ -116,7 +109,7 @@ def train(
         *MODEL.split(),
         *TRAINING.split(),
         *("--data-path", str(data), *DATA.split()),
-        *("--save", str(folder / "checkpoint"), *ON_CPU.split()),
+        *("--save", str(folder / "checkpoint"), "--sparetrain-cpu"),
         *flags,
     ]
     run = Run(folder)
