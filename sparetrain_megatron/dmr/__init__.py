@@ -1,0 +1,1 @@
+"""Running twice and comparing. Knows torch; knows no training framework."""

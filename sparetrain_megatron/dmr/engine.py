@@ -1,0 +1,472 @@
+"""One engine a rank: what runs how, what was found, and the verdict.
+
+The adapters tell it where in the step the rank is; the interceptor asks it what to do with an operator;
+at a verdict it exchanges fingerprints, agrees with all ranks and says whether the iteration stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Collectives
+from .fingerprint import fingerprint
+from .interceptor import Interceptor
+from .ledger import Ledger
+from .mismatch import Mismatch
+from .operators import Operator
+from .piggyback import Digests, Entry, FirstPass, SecondPass, same
+from .position import Position
+from .second_device import Call, SecondDevice, combine
+
+
+class Injecting(Protocol):
+    """What the engine needs of a fault injector (:class:`sparetrain_megatron.faults.Injector`)."""
+
+    armed: bool
+    records: list[dict[str, Any]]
+
+    def begin(self, iteration: int, attempt: int) -> None: ...
+    def visit(
+        self, position: Position, operator: str, execution: str, tensors: Sequence[torch.Tensor]
+    ) -> bool: ...
+    def visit_scalar(
+        self, position: Position, operator: str, execution: str, value: Any
+    ) -> Any: ...
+
+
+class Counting(Protocol):
+    """What the engine counts in (:class:`sparetrain_megatron.report.summary.Statistics`)."""
+
+    run_once: dict[str, int]
+    unprotected: dict[str, int]
+    reductions_checked: int
+    reductions_not_doubled: int
+    communications_checked: int
+    mismatches: int
+    rollbacks: int
+    seconds_in_checks: float
+    peak_bytes_held: int
+    injected: int
+    second_device_checks: int
+
+    def count_check(self, method: str, kind: str, number: int = 1) -> None: ...
+
+
+class UnprotectedOperator(RuntimeError):
+    """Strict mode met an operator that cannot be executed twice."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Verdict:
+    """What all ranks agreed on.
+
+    Attributes:
+        dirty: Some rank found a mismatch.
+        mine: What this rank found.
+    """
+
+    dirty: bool
+    mine: tuple[Mismatch, ...]
+
+
+class Engine:
+    """Protection of one rank.
+
+    Args:
+        statistics: Counters, shared with the report.
+        injector: Puts faults in; its ``armed`` is False when there are none.
+        piggyback: Whether the recompute may serve as the second execution of the forward.
+        strict: Refuse an operator that can't be protected, rather than only count it.
+        repairs: Whether a wrong integer may be replaced by the majority of three executions, so
+            that the rest of the discarded iteration does not crash. Off when mismatches are only
+            reported.
+        copy_limit: Bytes that copies for one operator's check may take; larger writes are checked
+            slice by slice. 0: no limit.
+        reductions: Share of reductions that are done a second time.
+        on_mismatch: Called with each mismatch when it becomes known.
+    """
+
+    def __init__(
+        self,
+        statistics: Counting,
+        injector: Injecting,
+        *,
+        piggyback: bool = True,
+        strict: bool = True,
+        repairs: bool = True,
+        copy_limit: int = 256 << 20,
+        reductions: float = 1.0,
+        second_device: SecondDevice | None = None,
+        on_mismatch: Callable[[Mismatch], None] = lambda mismatch: None,
+    ) -> None:
+        self.statistics = statistics
+        self.injector = injector
+        self.piggyback = piggyback
+        self.strict = strict
+        self.repairs = repairs
+        self.copy_limit = copy_limit
+        self.reductions = reductions
+        self.second_device = second_device or SecondDevice()
+        self.device = torch.device("cpu")
+        self.position = Position()
+        self.ordinal = 0
+        self.passes: list[FirstPass | SecondPass] = []
+        self.collectives = Collectives(self)
+        self.ledger = Ledger(self._recorded)
+        self._on_mismatch = on_mismatch
+        self._interceptor = Interceptor(self)
+        self._depth = 0
+        self._accumulators: dict[int, list[tuple[int, int]]] = {}
+        self._open: dict[int, FirstPass] = {}
+        self._naive_segments: set[str] = set()
+        self._evidence: dict[tuple, int] = {}
+        self._counts: dict[str, dict[str, int]] = {}
+
+    # --- switching on and off ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Protects what runs inside; may be nested."""
+        self._depth += 1
+        try:
+            if self._depth > 1:
+                yield
+            else:
+                with self._interceptor:
+                    yield
+        finally:
+            self._depth -= 1
+
+    @property
+    def is_active(self) -> bool:
+        return self._depth > 0 and self._interceptor.enabled
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets what runs inside pass through: the product's own work."""
+        before, self._interceptor.enabled = self._interceptor.enabled, False
+        try:
+            yield
+        finally:
+            self._interceptor.enabled = before
+
+    def begin(self, iteration: int, attempt: int) -> None:
+        """Starts an attempt at an iteration."""
+        self.position.iteration, self.position.attempt = iteration, attempt
+        self.position.microbatch = self.position.layer = None
+        self.position.phase = "forward"
+        self.ordinal = 0
+        self.injector.begin(iteration, attempt)
+        self.second_device.begin(iteration, attempt)
+
+    @contextlib.contextmanager
+    def at(self, **where: Any) -> Iterator[None]:
+        """Sets fields of the position for what runs inside."""
+        position = self.position
+        before = {name: getattr(position, name) for name in where}
+        for name, value in where.items():
+            setattr(position, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(position, name, value)
+
+    # --- counting ------------------------------------------------------------------------------------
+
+    def count(self, method: str, operator: Operator, seconds: float) -> None:
+        kind = "random" if operator.random else operator.kind.value
+        counts = self._counts.get(method)
+        if counts is None:
+            counts = self._counts[method] = {}
+        counts[kind] = counts.get(kind, 0) + 1
+        self.statistics.seconds_in_checks += seconds
+
+    def count_once(self, name: str) -> None:
+        run_once = self.statistics.run_once
+        run_once[name] = run_once.get(name, 0) + 1
+
+    def flush_counts(self) -> None:
+        """Moves the counts of checks into the statistics."""
+        for method, counts in self._counts.items():
+            for kind, number in counts.items():
+                self.statistics.count_check(method, kind, number)
+        self._counts = {}
+
+    def held(self, size: int) -> None:
+        """A check holds this many bytes now."""
+        if size > self.statistics.peak_bytes_held:
+            self.statistics.peak_bytes_held = size
+
+    def unprotected(self, name: str) -> None:
+        """An operator that computes ran without a check.
+
+        Raises:
+            UnprotectedOperator: In strict mode.
+        """
+        counts = self.statistics.unprotected
+        counts[name] = counts.get(name, 0) + 1
+        if self.strict:
+            raise UnprotectedOperator(name)
+
+    # --- what the adapters mark ----------------------------------------------------------------------
+
+    def mark_accumulators(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Declares gradient buffers: an operator that writes into one is gradient accumulation."""
+        for buffer in buffers:
+            low = buffer.storage_offset() * buffer.element_size()
+            size = buffer.numel() * buffer.element_size()
+            key = buffer.untyped_storage()._cdata
+            self._accumulators.setdefault(key, []).append((low, low + size))
+
+    def is_accumulator(self, operator: Operator, args: tuple, kwargs: dict[str, Any]) -> bool:
+        if not self._accumulators or self.position.phase not in ("backward", "recompute"):
+            return False
+        for tensor in operator.written_tensors(args, kwargs):
+            ranges = self._accumulators.get(tensor.untyped_storage()._cdata)
+            if ranges:
+                low = tensor.storage_offset() * tensor.element_size()
+                if any(a <= low < b for a, b in ranges):
+                    return True
+        return False
+
+    # --- piggyback -----------------------------------------------------------------------------------
+
+    def first_pass(self, key: str, inputs: Sequence[torch.Tensor]) -> FirstPass | None:
+        """Opens the first execution of a checkpointed segment; None if it is to run naively."""
+        if not self.piggyback or not self.is_active or key in self._naive_segments:
+            return None
+        first = FirstPass(key, tuple(fingerprint(t) for t in inputs))
+        self._open[id(first)] = first
+        return first
+
+    @contextlib.contextmanager
+    def within(self, running: FirstPass | SecondPass) -> Iterator[None]:
+        """Runs a pass: operators leave or compare fingerprints instead of running twice."""
+        self.passes.append(running)
+        try:
+            yield
+        finally:
+            self.passes.remove(running)
+
+    def second_pass(self, first: FirstPass, inputs: Sequence[torch.Tensor]) -> SecondPass:
+        """Opens the recompute of a segment; its inputs must be what they were."""
+        self._open.pop(id(first), None)
+        with self.at(phase="held"):
+            if self.injector.armed:
+                self.injector.visit(self.position, "checkpoint_input", "only", list(inputs))
+            report = self.reporter("checkpoint_input", "piggyback")
+            self.ledger.check(same(first.inputs, tuple(fingerprint(t) for t in inputs)), report)
+        return SecondPass(first)
+
+    def close_second_pass(self, second: SecondPass) -> None:
+        """Ends a recompute. One that left operators out has verified nothing of them."""
+        if not second.complete:
+            self._departed(second.first.key)
+
+    def _departed(self, key: str) -> None:
+        mismatch = self.reporter(key, "piggyback")()
+        mismatch.wrong = "software"
+        mismatch.note = (
+            "the recompute did not run the operators of the forward; the segment is executed "
+            "naively from now on"
+        )
+        self._naive_segments.add(key)
+        self.ledger.record(mismatch)
+
+    def observe(
+        self, name: str, produced: Sequence[torch.Tensor], again: Call | None = None
+    ) -> None:
+        """Leaves or compares the fingerprints of what an operator produced in the open passes.
+
+        Args:
+            name: The operator's short name.
+            produced: What it returned or wrote.
+            again: Executes it once more from the same inputs, where that is possible.
+        """
+        digests: Digests = tuple(fingerprint(t) for t in produced)
+        for running in self.passes:
+            if isinstance(running, FirstPass):
+                running.entries.append(Entry(name, digests))
+            else:
+                entry = running.advance(name)
+                if entry is not None:
+                    self._compare(running, entry, digests, produced, again)
+
+    def observe_later(self, name: str) -> Callable[[list[torch.Tensor]], None]:
+        """As :meth:`observe` for a collective's result, which is looked at when it has arrived."""
+        waiting: list[Callable[[list[torch.Tensor], Digests], None]] = []
+        for running in self.passes:
+            if isinstance(running, FirstPass):
+                entry = Entry(name)
+                running.entries.append(entry)
+                waiting.append(lambda tensors, digests, entry=entry: entry.arrived(digests))
+            else:
+                first = running.advance(name)
+                if first is not None:
+                    waiting.append(
+                        lambda tensors, digests, running=running, first=first: self._compare(
+                            running, first, digests, tensors, None
+                        )
+                    )
+
+        def observe(tensors: list[torch.Tensor]) -> None:
+            digests = tuple(fingerprint(t) for t in tensors)
+            for callback in waiting:
+                callback(tensors, digests)
+
+        return observe
+
+    def _compare(
+        self,
+        running: SecondPass,
+        entry: Entry,
+        digests: Digests,
+        produced: Sequence[torch.Tensor],
+        again: Call | None,
+    ) -> None:
+        if entry.digests is None:
+            # The forward's result has not been looked at yet.
+            entry.on_arrival = lambda first: self._compare(running, entry, digests, produced, None)
+            return
+        equal = same(entry.digests, digests)
+        if equal is True:
+            return
+        report = self.reporter(entry.operator, running.method)
+        if equal is not False:
+            self.ledger.check(equal, report)
+            return
+        if running.first_mismatch is not None:
+            # Follows from the first one: it read what that one produced.
+            running.first_mismatch.followed_by += 1
+            return
+        mismatch = report()
+        running.first_mismatch = mismatch
+        mismatch.evidence = (*entry.digests, *digests)
+        if again is not None:
+            self._judge(mismatch, running, entry.digests, digests, produced, again)
+            self.second_device.suspect(mismatch, again, combine(entry.digests), combine(digests))
+        if running.method == "piggyback":
+            self._recognise(running.first.key, mismatch)
+        self.ledger.record(mismatch)
+
+    def _judge(
+        self,
+        mismatch: Mismatch,
+        running: SecondPass,
+        first: Digests,
+        second: Digests,
+        produced: Sequence[torch.Tensor],
+        again: Call,
+    ) -> None:
+        from .naive import results  # the two modules need each other only here
+
+        output = again()
+        third = results(_ANY, output, ())
+        digests = tuple(fingerprint(t) for t in third)
+        if same(digests, first):
+            mismatch.wrong = running.role
+            self._measure(mismatch, third, produced)
+        elif same(digests, second):
+            mismatch.wrong = running.first.role
+
+    @staticmethod
+    def _measure(
+        mismatch: Mismatch, right: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
+    ) -> None:
+        from .bits import difference
+
+        for a, b in zip(right, found):
+            differ, elements, positions = difference(a, b)
+            if differ:
+                mismatch.elements_differ, mismatch.elements = differ, elements
+                mismatch.bits = positions
+                return
+
+    def _recognise(self, key: str, mismatch: Mismatch) -> None:
+        """A difference that comes back with the very same bits is no accident of the hardware."""
+        position = mismatch.position
+        where = (key, mismatch.operator, position.iteration, position.microbatch, self.ordinal)
+        evidence = (*where, mismatch.evidence)
+        seen = self._evidence.get(evidence)
+        if seen is not None and seen < position.attempt:
+            mismatch.wrong = "software"
+            mismatch.note = (
+                "forward and recompute differ in the same way in every attempt: nondeterminism of "
+                "the software (or a device that repeats its error); the segment is executed "
+                "naively from now on"
+            )
+            self._naive_segments.add(key)
+        self._evidence[evidence] = position.attempt
+
+    # --- reporting -----------------------------------------------------------------------------------
+
+    def reporter(
+        self, operator: str, method: str, *, later: bool = False
+    ) -> Callable[[], Mismatch]:
+        """Something that makes a mismatch at the present position.
+
+        Args:
+            later: It may be called when the position has moved on.
+        """
+        position, ordinal = self.position, self.ordinal
+        if self.device.type == "cpu" and not later:
+            return lambda: Mismatch(position.copy(), operator, method, ordinal=ordinal)
+        position = position.copy()
+        return lambda: Mismatch(position, operator, method, ordinal=ordinal)
+
+    def _recorded(self, mismatch: Mismatch) -> None:
+        self.statistics.mismatches += 1
+        self._on_mismatch(mismatch)
+
+    # --- the verdict ---------------------------------------------------------------------------------
+
+    def verdict(self, *, final: bool = True) -> Verdict:
+        """Settles everything open and agrees with all ranks; collective over the world.
+
+        Args:
+            final: All communication of the iteration has been waited for, sums of gradients too.
+        """
+        start = time.perf_counter()
+        with self.paused(), torch.no_grad():
+            for first in list(self._open.values()):
+                if first.entries:
+                    self._departed(first.key)
+            self._open.clear()
+            distributed = dist.is_initialized() and dist.get_world_size() > 1
+            if distributed:
+                self.collectives.exchange(reductions=final)
+                self.second_device.exchange(self)
+            else:
+                self.collectives.settle_all(reductions=final)
+                self.collectives.forget()
+            found = self.ledger.collect()
+            dirty = bool(found)
+            if distributed:
+                flag = torch.tensor([int(dirty)], dtype=torch.int32, device=self.device)
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+                dirty = bool(flag.item())
+            if dirty:
+                self.second_device.decide(self, found)
+        self.flush_counts()
+        self.statistics.injected = len(self.injector.records)
+        self.statistics.seconds_in_checks += time.perf_counter() - start
+        return Verdict(dirty, tuple(found))
+
+    def discard(self) -> None:
+        """Forgets everything of an attempt that is not kept."""
+        self._open.clear()
+        self.passes.clear()
+        self.collectives.abandon()
+        self.ledger.collect()
+        self.second_device.abandon()
+
+
+_ANY = Operator("", kind=None)  # type: ignore[arg-type]

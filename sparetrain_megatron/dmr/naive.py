@@ -1,0 +1,370 @@
+"""Naive DMR: the checker runs right beside the primary and the results are compared at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import bits
+from .fingerprint import fingerprint
+from .mismatch import Mismatch
+from .operators import Operator, tensors_of
+from .second_device import Call, digest_of as _digest
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_clock = time.perf_counter
+
+# In-place operators whose result does not depend on what was there before.
+_OVERWRITES = {"copy_", "zero_", "fill_"}
+
+
+def comparable(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether all tensor arguments are plain strided memory."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.is_quantized:
+                return False
+    for value in kwargs.values():
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            return False
+    return True
+
+
+def results(operator: Operator, output: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors an operator wrote, then the fresh ones it returned, undefined ones left out."""
+    if isinstance(output, torch.Tensor):
+        if not written:
+            return [output]
+        if any(output is t for t in written):
+            return list(written)
+        return [*written, output]
+    if output is None:
+        return list(written)
+    skip = operator.undefined_outputs
+    fresh = [
+        t
+        for i, value in enumerate(output if isinstance(output, (tuple, list)) else (output,))
+        if i not in skip
+        for t in tensors_of(value)
+        if not any(t is w for w in written)
+    ]
+    return [*written, *fresh]
+
+
+def generator_of(args: tuple, kwargs: dict[str, Any]) -> torch.Generator:
+    """The generator that a random operator draws from."""
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, torch.Generator):
+            return value
+    device = kwargs.get("device")
+    tensors = tensors_of(args, kwargs)
+    if device is None and tensors:
+        device = tensors[0].device
+    if device is not None and torch.device(device).type == "cuda":
+        index = torch.device(device).index
+        return torch.cuda.default_generators[
+            torch.cuda.current_device() if index is None else index
+        ]
+    return torch.default_generator
+
+
+def pure(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs an operator without side effects twice; returns the primary's result."""
+    state = None
+    if operator.random:
+        state = generator_of(args, kwargs).get_state()
+    output = func(*args, **kwargs)
+    if engine.injector.armed:
+        engine.injector.visit(
+            engine.position, operator.name, "primary", results(operator, output, ())
+        )
+    check_pure(engine, operator, func, args, kwargs, output, state)
+    return output
+
+
+def check_pure(
+    engine: Engine,
+    operator: Operator,
+    func: Any,
+    args: tuple,
+    kwargs: dict,
+    output: Any,
+    state: torch.Tensor | None,
+) -> None:
+    """The second execution of an operator that has just run, and the comparison.
+
+    Args:
+        output: The primary's result.
+        state: The generator's state before the primary, for a random operator; the generator is
+            left as the primary left it.
+    """
+    start = _clock()
+
+    def again() -> Any:
+        if state is None:
+            return func(*args, **kwargs)
+        generator = generator_of(args, kwargs)
+        end = generator.get_state()
+        generator.set_state(state)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            generator.set_state(end)
+
+    second = again()
+    first_results = results(operator, output, ())
+    second_results = results(operator, second, ())
+    if engine.injector.armed:
+        engine.injector.visit(engine.position, operator.name, "checker", second_results)
+    for primary, checker in zip(first_results, second_results, strict=True):
+        integer = not (primary.is_floating_point() or primary.is_complex())
+        if integer and primary.device.type != "cpu" and engine.repairs:
+            # Nobody waits for the comparison, so the majority of three is taken unseen.
+            third = results(operator, again(), ())[_index(first_results, primary)]
+            equal = bits.equal(primary, checker)
+            primary.copy_(bits.majority((primary, checker, third)))
+        else:
+            equal = bits.equal(primary, checker)
+        if equal is True:
+            continue
+        if equal is False:
+            third = results(operator, again(), ())[_index(first_results, primary)]
+            mismatch = _judged(engine, operator, primary, checker, third)
+            first_digest = _digest(first_results)
+            if integer and engine.repairs and mismatch.wrong == "primary":
+                primary.copy_(checker)
+            engine.second_device.suspect(
+                mismatch, Call(func, args, kwargs), first_digest, _digest(second_results)
+            )
+            engine.ledger.record(mismatch)
+        else:
+            engine.ledger.check(equal, engine.reporter(operator.name, "naive"))
+    if engine.second_device.sampling:
+        engine.second_device.sample(engine, operator, Call(func, args, kwargs), first_results)
+    engine.count("naive", operator, _clock() - start)
+
+
+def mutating(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs an operator that writes its arguments: the checker first, on copies of what is written."""
+    written = operator.written_tensors(args, kwargs)
+    limit = engine.copy_limit
+    if limit and sum(t.numel() * t.element_size() for t in written) > limit:
+        slices = _slices(operator, args, kwargs, written, limit)
+        if slices is not None:
+            return _mutating_in_slices(engine, operator, func, args, kwargs, written, slices)
+    start = _clock()
+    state, generator = None, None
+    if operator.random:
+        generator = generator_of(args, kwargs)
+        state = generator.get_state()
+    copies: dict[int, torch.Tensor] = {}
+    checker_args, checker_kwargs = _with_copies(operator, args, kwargs, copies)
+    second = func(*checker_args, **checker_kwargs)
+    second_written = [copies[id(t)] for t in written]
+    second_results = results(operator, second, second_written)
+    if engine.injector.armed:
+        engine.injector.visit(engine.position, operator.name, "checker", second_results)
+    if generator is not None:
+        generator.set_state(state)
+    between = _clock()
+    output = func(*args, **kwargs)
+    first_results = results(operator, output, written)
+    if engine.injector.armed:
+        engine.injector.visit(engine.position, operator.name, "primary", first_results)
+    resumed = _clock()
+    for primary, checker in zip(first_results, second_results, strict=True):
+        equal = bits.equal(primary, checker)
+        if equal is True:
+            continue
+        if equal is False:
+            third = None
+            if operator.name in _OVERWRITES and len(written) == 1:
+                third = bits.clone_span(written[0])
+                func(third, *args[1:], **kwargs)
+            engine.ledger.record(_judged(engine, operator, primary, checker, third))
+        else:
+            engine.ledger.check(equal, engine.reporter(operator.name, "naive"))
+    engine.count("naive", operator, between - start + _clock() - resumed)
+    return output
+
+
+def scalar(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs an operator that returns numbers twice."""
+    injector, position = engine.injector, engine.position
+    first = func(*args, **kwargs)
+    start = _clock()
+    second = func(*args, **kwargs)
+    if injector.armed and isinstance(first, (bool, int, float)):
+        first = injector.visit_scalar(position, operator.name, "primary", first)
+        second = injector.visit_scalar(position, operator.name, "checker", second)
+    if not _same_number(first, second):
+        third = func(*args, **kwargs)
+        mismatch = engine.reporter(operator.name, "naive")()
+        mismatch.elements_differ = mismatch.elements = 1
+        if _same_number(third, second):
+            mismatch.wrong = "primary"
+            first = second if engine.repairs else first
+        elif _same_number(third, first):
+            mismatch.wrong = "checker"
+        engine.ledger.record(mismatch)
+    engine.count("naive", operator, _clock() - start)
+    return first
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return a.hex() == b.hex()  # tells signed zeros apart; NaN equals NaN
+    return bool(a == b)
+
+
+def _index(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -> int:
+    return next(i for i, t in enumerate(tensors) if t is wanted)
+
+
+def _judged(
+    engine: Engine,
+    operator: Operator,
+    primary: torch.Tensor,
+    checker: torch.Tensor,
+    third: torch.Tensor | None,
+) -> Mismatch:
+    """Makes the mismatch; a third execution says which of the two was wrong."""
+    mismatch = engine.reporter(operator.name, "naive")()
+    differ, elements, positions = bits.difference(primary, checker)
+    mismatch.elements_differ, mismatch.elements, mismatch.bits = differ, elements, positions
+    mismatch.evidence = (fingerprint(primary), fingerprint(checker))
+    if third is not None:
+        if bits.equal(third, checker):
+            mismatch.wrong = "primary"
+        elif bits.equal(third, primary):
+            mismatch.wrong = "checker"
+    return mismatch
+
+
+def _with_copies(
+    operator: Operator, args: tuple, kwargs: dict[str, Any], copies: dict[int, torch.Tensor]
+) -> tuple[list, dict[str, Any]]:
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = bits.clone_span(value)
+            return copies[id(value)]
+        if isinstance(value, (list, tuple)):
+            return type(value)(copied(item) for item in value)
+        return value
+
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for position, name in operator.written:
+        if position < len(new_args):
+            new_args[position] = copied(new_args[position])
+        elif name in new_kwargs:
+            new_kwargs[name] = copied(new_kwargs[name])
+    for name in operator.written_keywords:
+        if name in new_kwargs:
+            new_kwargs[name] = copied(new_kwargs[name])
+    return new_args, new_kwargs
+
+
+# --- large writes: slice by slice, so that the copies never take more than a chunk of memory ---------
+
+
+def _slices(
+    operator: Operator,
+    args: tuple,
+    kwargs: dict[str, Any],
+    written: Sequence[torch.Tensor],
+    limit: int,
+) -> list[tuple[tuple, dict[str, Any], list[torch.Tensor]]] | None:
+    """Cuts a call into calls that write at most ``limit`` bytes each; None if it can't be cut."""
+    if operator.elementwise and len(written) == 1:
+        return _slices_of_one(args, kwargs, written[0], limit)
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and len(a)]
+    lengths = {len(a) for a in lists}
+    if len(lengths) != 1 or not (args and isinstance(args[0], (list, tuple))):
+        return None
+    (count,) = lengths
+    sizes = [0] * count
+    for position, _ in operator.written:
+        for i, t in enumerate(args[position] if position < len(args) else ()):
+            sizes[i] += t.numel() * t.element_size()
+    bounds, total = [0], 0
+    for i, size in enumerate(sizes):
+        if total and total + size > limit:
+            bounds.append(i)
+            total = 0
+        total += size
+    bounds.append(count)
+
+    def part(value: Any, low: int, high: int) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            return value[low:high]
+        return value
+
+    calls = []
+    for low, high in zip(bounds, bounds[1:]):
+        a = tuple(part(v, low, high) for v in args)
+        k = {name: part(v, low, high) for name, v in kwargs.items()}
+        calls.append((a, k, operator.written_tensors(a, k)))
+    return calls
+
+
+def _slices_of_one(
+    args: tuple, kwargs: dict[str, Any], target: torch.Tensor, limit: int
+) -> list[tuple[tuple, dict[str, Any], list[torch.Tensor]]] | None:
+    # Multiples of 64 elements keep every slice's vector loops as they are in the whole.
+    step = max(64, limit // target.element_size() // 64 * 64)
+    for t in tensors_of(args, kwargs):
+        if t.numel() != 1 and (t.size() != target.size() or not t.is_contiguous()):
+            return None
+
+    def part(value: Any, low: int) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == target.numel():
+            return value.view(-1)[low : low + step]
+        return value
+
+    calls = []
+    for low in range(0, target.numel(), step):
+        a = tuple(part(v, low) for v in args)
+        k = {name: part(v, low) for name, v in kwargs.items()}
+        calls.append((a, k, [a[0]]))
+    return calls
+
+
+def _mutating_in_slices(
+    engine: Engine,
+    operator: Operator,
+    func: Any,
+    args: tuple,
+    kwargs: dict,
+    written: Sequence[torch.Tensor],
+    slices: list[tuple[tuple, dict[str, Any], list[torch.Tensor]]],
+) -> Any:
+    """As :func:`mutating`, with fingerprints of the checker's slices in the place of whole copies."""
+    start = _clock()
+    expected = []
+    for slice_args, slice_kwargs, targets in slices:
+        copies: dict[int, torch.Tensor] = {}
+        checker_args, checker_kwargs = _with_copies(operator, slice_args, slice_kwargs, copies)
+        func(*checker_args, **checker_kwargs)
+        made = [copies[id(t)] for t in targets]
+        if engine.injector.armed:
+            engine.injector.visit(engine.position, operator.name, "checker", made)
+        expected.append([fingerprint(t) for t in made])
+        engine.held(sum(t.numel() * t.element_size() for t in made))
+    between = _clock()
+    output = func(*args, **kwargs)
+    if engine.injector.armed:
+        engine.injector.visit(engine.position, operator.name, "primary", list(written))
+    resumed = _clock()
+    for (_, _, targets), digests in zip(slices, expected):
+        for target, digest in zip(targets, digests):
+            engine.ledger.check(
+                fingerprint(target) == digest, engine.reporter(operator.name, "naive")
+            )
+    engine.count("naive", operator, between - start + _clock() - resumed)
+    return output

@@ -1,0 +1,234 @@
+"""The optimizer's step, executed twice a chunk at a time, and undone where the two differ.
+
+A chunk is a set of parameters whose state fits a given size. Its old state is copied, the checker
+steps it, the old state is put back, the primary steps it; fingerprints of every operator and of the
+final state are compared. If they differ the chunk alone is put back and stepped again until two
+executions agree, so a fault here never costs an iteration, and no copy of the whole optimizer state
+is ever needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .fingerprint import fingerprint
+from .mismatch import Mismatch
+from .piggyback import FirstPass, SecondPass
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@dataclasses.dataclass(slots=True)
+class _Saved:
+    """A parameter and its optimizer state as they were; a missing entry did not exist yet."""
+
+    parameter: torch.Tensor
+    value: torch.Tensor
+    state: dict[str, Any] | None
+
+
+class CheckedStep:
+    """Stands in for an optimizer's ``step``.
+
+    Args:
+        engine: This rank's engine.
+        optimizer: A torch optimizer whose step treats every parameter by itself (Adam, SGD, …).
+        step: Its original ``step``.
+        chunk: Bytes of old state to keep at one time; one parameter is the least.
+        attempts: How often a chunk may be stepped again before it is given up.
+        on_redo: Called with the mismatches of each execution that was thrown away.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[[], Any],
+        chunk: int,
+        attempts: int,
+        on_redo: Callable[[list[Mismatch]], None],
+    ) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._step = step
+        self._chunk = chunk
+        self._attempts = attempts
+        self._on_redo = on_redo
+        self.exhausted = False
+
+    def __call__(self, closure: Any = None) -> None:
+        """Steps all parameters.
+
+        Raises:
+            ValueError: A closure was given; it would have to be run twice as well.
+        """
+        if closure is not None:
+            raise ValueError("an optimizer step with a closure can't be checked")
+        groups = self._optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        before = [_settings(group) for group in groups]
+        after: list[dict[str, Any] | None] = [None] * len(groups)
+        try:
+            for chunk in self._chunks(everything):
+                for group, parameters in zip(groups, chunk):
+                    group["params"] = parameters
+                self._one(chunk, before)
+                for i, parameters in enumerate(chunk):
+                    if parameters or after[i] is None:
+                        after[i] = _settings(groups[i])
+        finally:
+            for group, parameters, settings in zip(groups, everything, after):
+                group["params"] = parameters
+                if settings is not None:
+                    group.update(settings)
+
+    def _chunks(self, everything: list[list[torch.Tensor]]) -> list[list[list[torch.Tensor]]]:
+        chunks: list[list[list[torch.Tensor]]] = []
+        room = 0
+        for i, parameters in enumerate(everything):
+            for parameter in parameters:
+                state = self._optimizer.state.get(parameter, {})
+                tensors = [parameter, *(t for t in state.values() if isinstance(t, torch.Tensor))]
+                size = sum(t.numel() * t.element_size() for t in tensors)
+                if not chunks or size > room:
+                    chunks.append([[] for _ in everything])
+                    room = self._chunk
+                chunks[-1][i].append(parameter)
+                room -= size
+        return chunks or [everything]
+
+    def _one(self, chunk: list[list[torch.Tensor]], settings: list[dict[str, Any]]) -> None:
+        """Steps one chunk until two executions agree; leaves the last one's result in place."""
+        engine = self._engine
+        start = time.perf_counter()
+        parameters = [p for group in chunk for p in group]
+        with engine.paused(), torch.no_grad():
+            saved = [self._save(p) for p in parameters]
+        engine.held(sum(_bytes(s) for s in saved))
+
+        first = FirstPass("optimizer", (), execution="checker", method="naive")
+        digests = [self._run(first, parameters, settings)]
+        self._undo(saved, settings)
+        between = time.perf_counter()
+        second = SecondPass(first, execution="primary", method="naive")
+        digests.append(self._run(second, parameters, settings))
+        own = time.perf_counter() - between
+        found = self._found(digests)
+
+        attempt, redone = engine.position.attempt, 0
+        while digests[-1] not in digests[:-1] and engine.repairs:
+            redone += 1
+            if redone > self._attempts:
+                self.exhausted = True
+                break
+            self._on_redo(found)
+            engine.position.attempt = attempt + redone
+            engine.injector.begin(engine.position.iteration, attempt + redone)
+            self._undo(saved, settings)
+            again = FirstPass("optimizer", (), execution="primary", method="naive")
+            digests.append(self._run(again, parameters, settings))
+        engine.position.attempt = attempt
+        if redone and digests[-1] in digests[:2]:
+            for mismatch in found:
+                if mismatch.wrong == "unknown":
+                    mismatch.wrong = "primary" if digests[-1] == digests[0] else "checker"
+        if self.exhausted or not engine.repairs:
+            # Left to the verdict: here nothing can be done about them.
+            engine.ledger.mismatches.extend(found)
+        engine.statistics.seconds_in_checks += time.perf_counter() - start - own
+
+    def _found(self, digests: list[tuple[int, ...]]) -> list[Mismatch]:
+        """What the first two executions' comparison found."""
+        engine = self._engine
+        found = engine.ledger.collect()
+        if not found and digests[0] != digests[1]:
+            mismatch = engine.reporter("step", "naive")()
+            mismatch.note = "the optimizer's state differs after two executions of its step"
+            engine.ledger.record(mismatch)
+            found = engine.ledger.collect()
+        return found
+
+    def _run(
+        self,
+        running: FirstPass | SecondPass,
+        parameters: list[torch.Tensor],
+        settings: list[dict[str, Any]],
+    ) -> tuple[int, ...]:
+        """Executes the step once; returns the fingerprint of all that it may have written."""
+        for group, values in zip(self._optimizer.param_groups, settings):
+            _set(group, values)
+        with self._engine.within(running):
+            self._step()
+        return self._digest(parameters)
+
+    def _save(self, parameter: torch.Tensor) -> _Saved:
+        state = self._optimizer.state.get(parameter)
+        return _Saved(
+            parameter,
+            parameter.detach().clone(),
+            None if not state else _copied(state),
+        )
+
+    def _undo(self, saved: list[_Saved], settings: list[dict[str, Any]]) -> None:
+        with self._engine.paused(), torch.no_grad():
+            for entry in saved:
+                entry.parameter.detach().copy_(entry.value)
+                if entry.state is None:
+                    self._optimizer.state.pop(entry.parameter, None)
+                    continue
+                state = self._optimizer.state[entry.parameter]
+                for name in list(state):
+                    old = entry.state.get(name)
+                    if name not in entry.state:
+                        del state[name]
+                    elif isinstance(old, torch.Tensor):
+                        # The tensor stays the same one: buffers and checkpoints point to it.
+                        state[name].copy_(old)
+                    else:
+                        state[name] = old
+            for group, values in zip(self._optimizer.param_groups, settings):
+                _set(group, values)
+
+    def _digest(self, parameters: list[torch.Tensor]) -> tuple[int, ...]:
+        """Fingerprints of parameters, state and settings; makes the host wait on a device."""
+        words: list[Any] = []
+        with self._engine.paused():
+            for parameter in parameters:
+                words.append(fingerprint(parameter.detach()))
+                for value in self._optimizer.state.get(parameter, {}).values():
+                    words.append(
+                        fingerprint(value) if isinstance(value, torch.Tensor) else hash(value)
+                    )
+            for group in self._optimizer.param_groups:
+                words.append(hash(repr(sorted(_settings(group).items()))))
+        return tuple(int(word) for word in words)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters; some optimizers count steps there."""
+    return _copied({name: value for name, value in group.items() if name != "params"})
+
+
+def _set(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Makes a group's settings what they were; one that a step added is removed."""
+    for name in [n for n in group if n != "params" and n not in settings]:
+        del group[name]
+    group.update(_copied(settings))
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
+
+
+def _bytes(saved: _Saved) -> int:
+    tensors = [saved.value, *(saved.state or {}).values()]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))

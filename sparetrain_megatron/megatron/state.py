@@ -1,0 +1,161 @@
+"""What an iteration changes before its verdict, and how it is put back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+
+class Replayed:
+    """A data iterator whose microbatches of one iteration can be read again.
+
+    The first reading passes the loader's own objects on; a repetition gets copies that were taken
+    then, since a batch may be modified in place.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._kept: list[Any] = []
+        self._next = 0
+
+    def __iter__(self) -> Replayed:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next < len(self._kept):
+            value = _private(self._kept[self._next])
+        else:
+            value = next(self._source)
+            self._kept.append(_private(value))
+        self._next += 1
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def rewind(self) -> None:
+        self._next = 0
+
+
+def _private(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {k: _private(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_private(v) for v in value)
+    return copy.copy(value)
+
+
+def replayed(data_iterator: Any) -> Any:
+    """The iterator, or the list of them (one a virtual stage), made repeatable; None stays None."""
+    if isinstance(data_iterator, list):
+        return [replayed(d) for d in data_iterator]
+    return None if data_iterator is None else Replayed(data_iterator)
+
+
+def rewind(data_iterator: Any) -> None:
+    for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
+        if iterator is not None:
+            iterator.rewind()
+
+
+class Snapshot:
+    """The state at the start of an iteration, as far as an iteration changes it before its verdict.
+
+    Random generators, module buffers and the data are put back; gradients are zeroed; caches that may
+    hold a value computed by the discarded attempt are emptied. Not needed: parameters, optimizer
+    state, learning rate and consumed samples, which change only after the last verdict.
+
+    Args:
+        model: Model chunks of this rank.
+        data_iterator: What :func:`replayed` returned.
+    """
+
+    def __init__(self, model: Sequence[torch.nn.Module], data_iterator: Any) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        self._model = model
+        self._data = data_iterator
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._tracker = _copied_states(get_cuda_rng_tracker().get_states())
+        self._buffers = [
+            (buffer, buffer.detach().clone())
+            for chunk in model
+            # Megatron's DDP wrapper has an attribute of that name.
+            for buffer in torch.nn.Module.buffers(chunk)
+            if buffer is not None
+        ]
+
+    def restore(self, optimizer: Any) -> None:
+        """Puts everything back. All communication of the attempt must have ended.
+
+        Args:
+            optimizer: Its gradients are zeroed as at the start of a step.
+        """
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        # The tracker adopts the dictionary it is given and changes it later: give it a copy.
+        get_cuda_rng_tracker().set_states(_copied_states(self._tracker))
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for chunk in self._model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        rewind(self._data)
+        clear_caches()
+        _calm_rerun_state_machine()
+
+
+def _copied_states(states: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: state.clone() if isinstance(state, torch.Tensor) else copy.copy(state)
+        for name, state in states.items()
+    }
+
+
+def clear_caches() -> None:
+    """Empties functools caches of Megatron: one may keep what a faulty operator computed.
+
+    RotaryEmbedding.forward is such a cache: a wrong value in it would be used, but never computed
+    again, so never compared, in every later iteration.
+    """
+    for function in _caches():
+        function.cache_clear()
+
+
+@functools.cache
+def _caches() -> list[Any]:
+    return [
+        thing
+        for thing in gc.get_objects()
+        if isinstance(thing, functools._lru_cache_wrapper)
+        and str(getattr(thing, "__module__", "")).startswith("megatron.")
+    ]
+
+
+def _calm_rerun_state_machine() -> None:
+    """A NaN of the discarded attempt must not make Megatron's own machinery rerun the step."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+    if hasattr(machine, "validation_counts"):
+        machine.validation_counts = defaultdict(int)
+        machine.rerun_requested = False
