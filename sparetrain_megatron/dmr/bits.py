@@ -26,6 +26,18 @@ def span(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
 
 
+def dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, each in a place of its own, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size())):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory seen as integers of the same width; complex as pairs."""
     tensor = tensor.detach()
@@ -57,7 +69,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool | torch.Tensor:
     if count == 0:
         return True
     if a.device.type == "cpu":
-        if a.stride() != b.stride() or span(a) != count or a.is_conj() or a.is_neg():
+        if a.stride() != b.stride() or not dense(a) or a.is_conj() or a.is_neg():
             a, b = as_integers(a).contiguous(), as_integers(b).contiguous()
             count = a.numel()
         return _memcmp(a.data_ptr(), b.data_ptr(), count * a.element_size()) == 0

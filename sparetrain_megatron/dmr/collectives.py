@@ -55,7 +55,7 @@ _REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter"}
 _NO_VALUE = {"barrier", "monitored_barrier_", "check_for_nan"}
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Arrival:
     """A result that may still be on its way."""
 
@@ -270,8 +270,14 @@ class Collectives:
         for tensor in tensors:
             self._arrive(tensor, name, one)
 
-    def touch(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """An operator is about to read or write these: looks at results among them first."""
+    def touch(self, operator: Operator, args: tuple, kwargs: dict[str, Any]) -> None:
+        """An operator is about to read or write these: looks at results among them first.
+
+        Some transports (gloo's reduce-scatter) deliver a result by a copy into it while they are
+        waited for; the copy's target is therefore not looked at yet.
+        """
+        if operator.name == "copy_":
+            args = args[1:]
         for tensor in tensors_of(args, kwargs):
             if tensor.layout is not torch.strided:
                 continue

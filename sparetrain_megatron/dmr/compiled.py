@@ -174,10 +174,15 @@ def uninstall() -> None:
     _original_settings = None
 
 
-def set_executor(executor: Executor | None) -> None:
-    """Sets who executes compiled graphs from now on; None lets them run by themselves."""
+def set_executor(executor: Executor | None) -> Executor | None:
+    """Sets who executes compiled graphs from now on; None lets them run by themselves.
+
+    Returns:
+        Who did until now.
+    """
     global _executor
-    _executor = executor
+    before, _executor = _executor, executor
+    return before
 
 
 def _call(self: CompiledFxGraph, inputs: list[Any]) -> Any:

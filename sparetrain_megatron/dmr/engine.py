@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from . import naive
 from .collectives import Collectives
 from .fingerprint import fingerprint
 from .interceptor import Interceptor
@@ -115,6 +116,8 @@ class Engine:
         self.reductions = reductions
         self.second_device = second_device or SecondDevice()
         self.device = torch.device("cpu")
+        self.set_executor: Callable[[Any], Any] | None = None
+        """``compiled.set_executor``, where compiled graphs are to be protected."""
         self.position = Position()
         self.ordinal = 0
         self.passes: list[FirstPass | SecondPass] = []
@@ -139,7 +142,7 @@ class Engine:
             if self._depth > 1:
                 yield
             else:
-                with self._interceptor:
+                with self._interceptor, self._compiled_graphs(True):
                     yield
         finally:
             self._depth -= 1
@@ -153,9 +156,22 @@ class Engine:
         """Lets what runs inside pass through: the product's own work."""
         before, self._interceptor.enabled = self._interceptor.enabled, False
         try:
-            yield
+            with self._compiled_graphs(False):
+                yield
         finally:
             self._interceptor.enabled = before
+
+    @contextlib.contextmanager
+    def _compiled_graphs(self, protected: bool) -> Iterator[None]:
+        """Has compiled graphs executed by :meth:`run`, or by themselves."""
+        if self.set_executor is None:
+            yield
+            return
+        before = self.set_executor(self if protected else None)
+        try:
+            yield
+        finally:
+            self.set_executor(before)
 
     def begin(self, iteration: int, attempt: int) -> None:
         """Starts an attempt at an iteration."""
@@ -178,6 +194,11 @@ class Engine:
         finally:
             for name, value in before.items():
                 setattr(position, name, value)
+
+    def run(self, name: str, call: Callable[[], list[Any]], phase_backward: bool) -> list[Any]:
+        """Executes a compiled graph twice and compares; see ``compiled.Executor``."""
+        self.ordinal += 1
+        return naive.graph(self, name, call)
 
     # --- counting ------------------------------------------------------------------------------------
 
@@ -366,10 +387,7 @@ class Engine:
         produced: Sequence[torch.Tensor],
         again: Call,
     ) -> None:
-        from .naive import results  # the two modules need each other only here
-
-        output = again()
-        third = results(_ANY, output, ())
+        third = naive.results(_ANY, again(), ())
         digests = tuple(fingerprint(t) for t in third)
         if same(digests, first):
             mismatch.wrong = running.role

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from .bits import as_integers, span
+from .bits import as_integers, dense
 
 Fingerprint: TypeAlias = "int | torch.Tensor"
 
@@ -43,7 +43,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     count = tensor.numel()
     if count == 0:
         return 0
-    if tensor.is_conj() or tensor.is_neg() or span(tensor) != count:
+    if tensor.is_conj() or tensor.is_neg() or not dense(tensor):
         # The integer view keeps NaN payloads and negative zeros through the copy.
         tensor = as_integers(tensor).contiguous()
         count = tensor.numel()

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .bits import as_integers, span
+from .bits import as_integers, dense
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -117,8 +117,7 @@ def fingerprint_reference(tensor: torch.Tensor) -> torch.Tensor:
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose elements lie one after the other in memory."""
     tensor = tensor.detach()
-    expanded = any(n > 1 and s == 0 for n, s in zip(tensor.size(), tensor.stride(), strict=True))
-    if tensor.is_conj() or tensor.is_neg() or expanded or span(tensor) != tensor.numel():
+    if tensor.is_conj() or tensor.is_neg() or not dense(tensor):
         # The integer view keeps NaN payloads and negative zeros through the copy.
         return as_integers(tensor).contiguous()
     return tensor

@@ -43,6 +43,11 @@ class Interceptor(TorchDispatchMode):
             Kind.UNKNOWN: self._unknown,
         }
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled under this mode; see ``compiled.py``."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -64,7 +69,7 @@ class Interceptor(TorchDispatchMode):
         engine = self._engine
         engine.ordinal += 1
         if engine.collectives.arriving:
-            engine.collectives.touch(args, kwargs)
+            engine.collectives.touch(operator, args, kwargs)
         if not naive.comparable(args, kwargs):
             return self._unknown(operator, func, args, kwargs)
         mutating = operator.kind is Kind.MUTATING
@@ -90,7 +95,11 @@ class Interceptor(TorchDispatchMode):
         running, injector = engine.passes[-1], engine.injector
         if injector.armed:
             injector.visit(engine.position, operator.name, running.execution, produced)
-        if running.method == "piggyback" and not written and any(not t.is_floating_point() for t in produced):
+        if (
+            running.method == "piggyback"
+            and not written
+            and any(not t.is_floating_point() for t in produced)
+        ):
             # A wrong index would crash the operators that follow, before any recompute.
             naive.check_pure(engine, operator, func, args, kwargs, output, None)
         start = _clock()
@@ -108,14 +117,14 @@ class Interceptor(TorchDispatchMode):
         engine = self._engine
         engine.ordinal += 1
         if engine.collectives.arriving:
-            engine.collectives.touch(args, kwargs)
+            engine.collectives.touch(operator, args, kwargs)
         return naive.scalar(engine, operator, func, args, kwargs)
 
     def _collective(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
         engine = self._engine
         engine.ordinal += 1
         if engine.collectives.arriving:
-            engine.collectives.touch(args, kwargs)
+            engine.collectives.touch(operator, args, kwargs)
         return engine.collectives.run(operator, func, args, kwargs)
 
     def _unknown(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:

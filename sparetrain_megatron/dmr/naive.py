@@ -11,7 +11,7 @@ import torch
 from . import bits
 from .fingerprint import fingerprint
 from .mismatch import Mismatch
-from .operators import Operator, tensors_of
+from .operators import Kind, Operator, tensors_of
 from .second_device import Call, digest_of as _digest
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _clock = time.perf_counter
 
+_GRAPH = Operator("compiled", Kind.COMPILED)
 # In-place operators whose result does not depend on what was there before.
 _OVERWRITES = {"copy_", "zero_", "fill_"}
 
@@ -191,6 +192,28 @@ def mutating(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs:
             engine.ledger.check(equal, engine.reporter(operator.name, "naive"))
     engine.count("naive", operator, between - start + _clock() - resumed)
     return output
+
+
+def graph(engine: Engine, name: str, call: Any) -> list[torch.Tensor]:
+    """Runs a compiled graph twice; returns the primary's results."""
+    first = call()
+    start = _clock()
+    second = call()
+    if engine.injector.armed:
+        engine.injector.visit(engine.position, name, "primary", first)
+        engine.injector.visit(engine.position, name, "checker", second)
+    for primary, checker in zip(first, second, strict=True):
+        equal = bits.equal(primary, checker)
+        if equal is False:
+            mismatch = engine.reporter(name, "naive")()
+            differ, elements, positions = bits.difference(primary, checker)
+            mismatch.elements_differ, mismatch.elements = differ, elements
+            mismatch.bits = positions
+            engine.ledger.record(mismatch)
+        else:
+            engine.ledger.check(equal, engine.reporter(name, "naive"))
+    engine.count("naive", _GRAPH, _clock() - start)
+    return first
 
 
 def scalar(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:

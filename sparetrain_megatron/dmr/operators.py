@@ -24,6 +24,7 @@ class Kind(enum.Enum):
     PURE = "pure"  # reads tensors, returns fresh ones: runs twice
     MUTATING = "mutating"  # writes an argument: the checker runs first, on copies
     SCALAR = "scalar"  # returns a number: runs twice
+    COMPILED = "compiled"  # a graph that torch.compile made, forward or backward: runs twice
     UNKNOWN = "unknown"  # nothing is known: unprotected
 
 

@@ -1,8 +1,8 @@
 """Protection of training with Megatron-LM.
 
-    from sparetrain_megatron.config import SparetrainConfig
-    from sparetrain_megatron import megatron
-    megatron.attach(SparetrainConfig(enabled=True))   # before megatron.training.pretrain(...)
+from sparetrain_megatron.config import SparetrainConfig
+from sparetrain_megatron import megatron
+megatron.attach(SparetrainConfig(enabled=True))   # before megatron.training.pretrain(...)
 """
 
 from __future__ import annotations

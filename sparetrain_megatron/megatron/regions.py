@@ -46,7 +46,9 @@ class Regions:
         self._finished = 0
 
     def _forward_step(self, original: Any) -> Any:
-        def forward_step(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kw: Any) -> Any:
+        def forward_step(
+            forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kw: Any
+        ) -> Any:
             engine = self._engine
             if not engine.is_active:
                 return original(forward_step_func, data_iterator, model, *args, **kw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -149,6 +150,24 @@ def _caches() -> list[Any]:
         if isinstance(thing, functools._lru_cache_wrapper)
         and str(getattr(thing, "__module__", "")).startswith("megatron.")
     ]
+
+
+@contextlib.contextmanager
+def schedule_allowed() -> Iterator[None]:
+    """Lets the schedule run again from within the optimizer's step.
+
+    Megatron's rerun state machine takes loss validation outside of its own loop for a mistake
+    (core/rerun_state_machine.py, ``validate_result``).
+    """
+    from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+    before = machine.state
+    machine.state = RerunState.INITIAL_RUN
+    try:
+        yield
+    finally:
+        machine.state = before
 
 
 def _calm_rerun_state_machine() -> None:

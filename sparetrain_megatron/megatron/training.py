@@ -39,7 +39,7 @@ from ..report.terminal import interval_line, mismatch_line, print_summary, say
 from .optimizer import Discarded, OptimizerHooks
 from .recompute import Recompute
 from .regions import Regions
-from .state import Snapshot, replayed
+from .state import Snapshot, replayed, schedule_allowed
 
 EXIT_BARRIER_SECONDS = 15.0
 """How long a rank that is about to stop waits for the others' reports."""
@@ -90,6 +90,11 @@ class Protection:
         """Replaces the functions of Megatron that this product has to be part of."""
         from megatron.training import training
 
+        if os.environ.get("TORCH_COMPILE_DISABLE", "0") != "1":
+            from ..dmr import compiled  # brings Inductor with it
+
+            compiled.install()
+            self.engine.set_executor = compiled.set_executor
         self._recompute = Recompute(self.engine, self.patches)
         self._regions = Regions(self.engine, self.patches)
         for name, wrapper in (
@@ -102,7 +107,13 @@ class Protection:
             self.patches.replace(training, name, functools.wraps(original)(wrapper(original)))
 
     def detach(self) -> None:
+        """Undoes :meth:`attach`."""
         self.patches.undo()
+        if self.engine.set_executor is not None:
+            from ..dmr import compiled
+
+            compiled.uninstall()
+            self.engine.set_executor = None
 
     def _prepare(self, model: list[Any], optimizer: Any, config: Any) -> None:
         """At the first step, when everything has been built."""
@@ -171,7 +182,7 @@ class Protection:
             values["forward_backward_func"] = self._protect_schedule(
                 values["forward_backward_func"]
             )
-            start, before = time.perf_counter(), self.statistics.seconds_in_checks
+            start = time.perf_counter()
             self.engine.begin(iteration + 1, 1)
             self._snapshot = None
             try:
@@ -184,7 +195,6 @@ class Protection:
                 ) from None
             self.statistics.iterations += 1
             self.statistics.seconds_total += time.perf_counter() - start
-            del before
             return result
 
         return train_step
@@ -255,7 +265,8 @@ class Protection:
                     break
                 except Discarded:
                     self._rollback(self._dirty, "optimizer")
-                    self._forward_backward()
+                    with schedule_allowed():
+                        self._forward_backward()
             self._verify_parameters()
             return result
 
