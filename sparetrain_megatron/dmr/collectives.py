@@ -9,6 +9,9 @@ A result must not be read before the framework has waited for it, and that wait 
 no correct program touches the result earlier either; so a result is looked at when the first operator
 touches its bytes, or at the verdict.
 
+Integers (sizes, counts, tokens) are moved, or summed, three times and the majority is taken before
+anybody uses them: a wrong one would crash what follows, long before the verdict.
+
 [Note: order] Second reductions and exchanges are issued in program order, which is the same on all
 ranks of a group, so they can't deadlock; nothing here depends on a rank's own timing.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +30,7 @@ from . import bits
 from .fingerprint import fingerprint
 from .mismatch import Mismatch
 from .operators import Operator, tensors_of
+from .position import Position
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -65,6 +69,7 @@ class _Arrival:
     high: int
     reduction: bool
     settle: Callable[[torch.Tensor], None]
+    repeats: Sequence[Callable[[], None]]  # wait for what was issued in addition
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,6 +96,7 @@ class Collectives:
         self._point_to_point: set[tuple[str, int]] = set()
         self._collective_groups: set[str] = set()
         self._reductions_seen: dict[str, int] = defaultdict(int)
+        self._sending: list[_Transfer] = []  # repetitions that nothing arrives from
 
     # --- issuing -------------------------------------------------------------------------------------
 
@@ -108,139 +114,168 @@ class Collectives:
             return func(*args, **kwargs)
         group = dist.ProcessGroup.unbox(group)
         if group.size() == 1:
-            # Nothing moves; what is left is a copy on this device.
             return self._alone(name, func, args, kwargs, named)
         self._groups[group.group_name] = group
+        call = _Transfer(name, func, args, kwargs, named, group)
         if name in _REDUCTIONS:
-            return self._reduction(name, func, args, kwargs, named, group)
-        return self._moved(name, func, args, kwargs, named, group)
+            return self._reduction(call)
+        return self._moved(call)
 
     def _alone(self, name: str, func: Any, args: tuple, kwargs: dict, named: dict) -> Any:
+        """A group of one: nothing moves; what is left is a copy on this device."""
         inputs = [fingerprint(t) for t in _inputs(name, named)]
         output = func(*args, **kwargs)
-        report = self._engine.reporter(name, "communication", later=True)
+        engine = self._engine
+        report = engine.reporter(name, "communication", later=True)
         for result, expected in zip(tensors_of(_outputs(name, named)), inputs):
-            self._arrive(
-                result,
-                name,
-                lambda t, expected=expected: self._engine.ledger.check(
-                    fingerprint(t) == expected, report
-                ),
-            )
-        self._engine.statistics.communications_checked += len(inputs)
+
+            def settle(t: torch.Tensor, expected: Any = expected) -> None:
+                engine.ledger.check(fingerprint(t) == expected, report)
+
+            self._arrive(result, None, settle)
         return output
 
-    def _reduction(
-        self, name: str, func: Any, args: tuple, kwargs: dict, named: dict, group: Any
-    ) -> Any:
-        engine = self._engine
-        results = _outputs(name, named)
+    def _reduction(self, call: _Transfer) -> Any:
+        engine, name = self._engine, call.name
+        results = tensors_of(_outputs(name, call.named))
         # Only the root's result of a `reduce` has a defined value.
-        defined = name != "reduce" or group.rank() == named["root_rank"]
-        if engine.passes:
+        defined = name != "reduce" or call.group.rank() == call.named["root_rank"]
+        integers = call.integers
+        if engine.passes and not integers:
             # Forward and recompute reduce the same values: the second pass is the second reduction.
-            output = func(*args, **kwargs)
+            output = call.issue()
             observe = engine.observe_later(name)
-            if defined:
-                self._arrive_all(results, name, observe)
-            else:
-                observe([])
+            self._arrive_all(results, name, observe if defined else lambda tensors: observe([]))
             engine.statistics.reductions_checked += engine.passes[-1].second
             return output
-        count = self._reductions_seen[group.group_name]
-        self._reductions_seen[group.group_name] += 1
-        # The same choice on every rank of the group, spread evenly.
-        rate = engine.reductions
-        if int((count + 1) * rate) == int(count * rate):
+        if not integers and not self._chosen(call.group.group_name):
             engine.statistics.reductions_not_doubled += 1
-            output = func(*args, **kwargs)
+            output = call.issue()
             self._arrive_all(results, name, lambda tensors: None)
             return output
-        copies: dict[int, torch.Tensor] = {}
-
-        def copied(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return copies.setdefault(id(value), bits.clone_span(value))
-            if isinstance(value, (list, tuple)):
-                return type(value)(copied(v) for v in value)
-            return value
-
-        again_args, again_kwargs = tuple(copied(a) for a in args), copied_values(kwargs, copied)
-        engine.held(sum(t.numel() * t.element_size() for t in copies.values()))
-        output = func(*args, **kwargs)
-        second = func(*again_args, **again_kwargs)
-        work = _work_of(second)
+        repeats = [call.repeat() for _ in range(2 if integers else 1)]
+        engine.held(sum(r.size for r in repeats))
+        output = call.issue()
+        for repeat in repeats:
+            repeat.issue()
         engine.statistics.reductions_checked += 1
         report = engine.reporter(name, "reduction", later=True)
 
         def compare(tensors: list[torch.Tensor]) -> None:
-            if work is not None:
-                work.wait()
-            if not defined:
-                return
-            for mine in tensors:
-                other = copies[id(mine)]
-                equal = bits.equal(mine, other)
-                if equal is False:
-                    mismatch = report()
-                    differ, elements, positions = bits.difference(mine, other)
-                    mismatch.elements_differ, mismatch.elements = differ, elements
-                    mismatch.bits = positions
-                    engine.ledger.record(mismatch)
-                else:
-                    engine.ledger.check(equal, report)
+            for repeat in repeats:
+                repeat.wait()
+            for mine in tensors if defined else ():
+                self._agree(mine, [repeat.of(mine) for repeat in repeats], report)
 
-        self._arrive_all(results, name, compare)
+        self._arrive_all(results, name, compare, [repeat.wait for repeat in repeats])
+        if engine.passes:
+            self._arrive_all(results, None, engine.observe_later(name))
         return output
 
-    def _moved(
-        self, name: str, func: Any, args: tuple, kwargs: dict, named: dict, group: Any
-    ) -> Any:
+    def _agree(
+        self, mine: torch.Tensor, others: list[torch.Tensor], report: Callable[[], Mismatch]
+    ) -> None:
+        """Compares a result with its repetitions; takes the majority where there are two of them."""
         engine = self._engine
-        key = group.group_name
+        before = mine.clone() if len(others) == 2 and engine.repairs else None
+        if before is not None:
+            mine.copy_(bits.majority((before, *others)))
+        for other in others:
+            first = mine if before is None else before
+            equal = bits.equal(first, other)
+            if equal is False:
+                mismatch = report()
+                differ, elements, positions = bits.difference(first, other)
+                mismatch.elements_differ, mismatch.elements = differ, elements
+                mismatch.bits = positions
+                engine.ledger.record(mismatch)
+                return
+            engine.ledger.check(equal, report)
+
+    def _chosen(self, key: str) -> bool:
+        """Whether this reduction is done twice: the same on every rank of the group, spread evenly."""
+        count = self._reductions_seen[key]
+        self._reductions_seen[key] += 1
+        rate = self._engine.reductions
+        return int((count + 1) * rate) != int(count * rate)
+
+    def _moved(self, call: _Transfer) -> Any:
+        engine, name, key = self._engine, call.name, call.group.group_name
         if name in ("send", "recv"):
-            self._point_to_point.add((key, int(named["dst" if name == "send" else "src"])))
+            peer = int(call.named["dst" if name == "send" else "src"])
+            self._point_to_point.add((key, peer))
         else:
             self._collective_groups.add(key)
-        for peers, tensor in _departures(name, named, group):
+        for peers, tensor in _departures(name, call.named, call.group):
             digest = fingerprint(tensor)
             for peer in peers:
                 channel = self._sent[key, peer]
                 channel.digests.append(digest)
                 channel.places.append((name, None))
-        output = func(*args, **kwargs)
-        arrivals = list(_arrivals(name, named, group))
+        repeats = [call.repeat() for _ in range(2)] if call.integers else []
+        output = call.issue()
+        for repeat in repeats:
+            repeat.issue()
+        arrivals = list(_arrivals(name, call.named, call.group))
+        again = [list(_arrivals(name, r.named, call.group)) for r in repeats]
         observe = engine.observe_later(name) if engine.passes and arrivals else None
         left = [len(arrivals)]
-        for peer, tensor in arrivals:
+        report = engine.reporter(name, "communication", later=True)
+        for i, (peer, tensor) in enumerate(arrivals):
             channel = self._received[key, peer]
             slot = len(channel.digests)
-            position = engine.position.copy()
+            place = engine.position.copy()
             channel.digests.append(None)
-            channel.places.append((name, position))
+            channel.places.append((name, place))
+            others = [copies[i][1] for copies in again]
 
-            def settle(t: torch.Tensor, channel: _Channel = channel, slot: int = slot) -> None:
+            def settle(
+                t: torch.Tensor,
+                channel: _Channel = channel,
+                slot: int = slot,
+                others: list[torch.Tensor] = others,
+            ) -> None:
+                if others:
+                    for repeat in repeats:
+                        repeat.wait()
+                    self._agree(t, others, report)
                 channel.digests[slot] = fingerprint(t)
                 left[0] -= 1
                 if observe is not None and left[0] == 0:
                     observe([t for _, t in arrivals])
 
-            self._arrive(tensor, name, settle)
+            self._arrive(tensor, name, settle, [repeat.wait for repeat in repeats], place)
+        if not arrivals:
+            self._sending.extend(repeats)
         engine.statistics.communications_checked += len(arrivals)
         return output
 
     # --- arrival -------------------------------------------------------------------------------------
 
     def _arrive(
-        self, tensor: torch.Tensor, name: str, settle: Callable[[torch.Tensor], None]
+        self,
+        tensor: torch.Tensor,
+        name: str | None,
+        settle: Callable[[torch.Tensor], None],
+        repeats: Sequence[Callable[[], None]] = (),
+        place: Position | None = None,
     ) -> None:
+        """Has a result looked at when it is first used.
+
+        Args:
+            name: For fault injection; None where nothing has moved.
+            place: Where in the step, if the caller keeps it; completed when it is looked at.
+        """
         engine = self._engine
         tensor = tensor.detach()
-        place = engine.position.copy()
+        place = place or engine.position.copy()
         place.phase = "communication"
 
         def looked_at(t: torch.Tensor) -> None:
-            if engine.injector.armed:
+            if place.microbatch is None:
+                # Between stages: it belongs to the microbatch that uses it.
+                place.microbatch = engine.position.microbatch
+            if name is not None and engine.injector.armed:
                 engine.injector.visit(place, name, "primary", [t])
             settle(t)
 
@@ -250,14 +285,15 @@ class Collectives:
         low = tensor.storage_offset() * tensor.element_size()
         high = low + bits.span(tensor) * tensor.element_size()
         storage = tensor.untyped_storage()._cdata
-        arrival = _Arrival(tensor, storage, low, high, name in _REDUCTIONS, looked_at)
+        arrival = _Arrival(tensor, storage, low, high, name in _REDUCTIONS, looked_at, repeats)
         self.arriving.setdefault(storage, []).append(arrival)
 
     def _arrive_all(
         self,
         tensors: list[torch.Tensor],
-        name: str,
+        name: str | None,
         settle: Callable[[list[torch.Tensor]], None],
+        repeats: Sequence[Callable[[], None]] = (),
     ) -> None:
         """As :meth:`_arrive` for results that are looked at together; the originals are passed on."""
         left = [len(tensors)]
@@ -268,7 +304,7 @@ class Collectives:
                 settle(tensors)
 
         for tensor in tensors:
-            self._arrive(tensor, name, one)
+            self._arrive(tensor, name, one, repeats)
 
     def touch(self, operator: Operator, args: tuple, kwargs: dict[str, Any]) -> None:
         """An operator is about to read or write these: looks at results among them first.
@@ -278,7 +314,11 @@ class Collectives:
         """
         if operator.name == "copy_":
             args = args[1:]
-        for tensor in tensors_of(args, kwargs):
+        self.look_at(tensors_of(args, kwargs))
+
+    def look_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These are about to be read; the framework has waited for those that were on their way."""
+        for tensor in tensors:
             if tensor.layout is not torch.strided:
                 continue
             waiting = self.arriving.get(tensor.untyped_storage()._cdata)
@@ -311,63 +351,113 @@ class Collectives:
 
     # --- the exchange --------------------------------------------------------------------------------
 
-    def exchange(self, reductions: bool = True) -> None:
+    def exchange(self, reductions: bool = True) -> list[tuple[str, int]]:
         """Compares fingerprints with the peers; collective over every group that moved values.
 
         Args:
             reductions: See :meth:`settle_all`.
+
+        Returns:
+            The channels, (group, peer), from which something arrived that was not sent. What moved
+            is kept until :meth:`forget`.
         """
         self.settle_all(reductions)
         device = self._engine.device
-        pairs: list[tuple[str, int, torch.Tensor, torch.Tensor]] = []
+        channels: list[tuple[str, int]] = []
+        theirs: list[torch.Tensor] = []
+        for key in sorted(self._collective_groups):
+            size = self._groups[key].size()
+            mine = torch.stack([_summary(self._sent, key, peer, device) for peer in range(size)])
+            sent_to_me = torch.empty_like(mine)
+            dist.all_to_all_single(sent_to_me, mine, group=self._groups[key])
+            channels += [(key, peer) for peer in range(size)]
+            theirs += list(sent_to_me)
+        pairs = sorted(self._point_to_point)
+        outgoing = [_summary(self._sent, *pair, device) for pair in pairs]
+        theirs += self._swap(pairs, outgoing, [torch.empty_like(t) for t in outgoing])
+        channels += pairs
+        if not channels:
+            return []
+        expected = [_summary(self._received, *channel, device) for channel in channels]
+        equal = (torch.stack(theirs) == torch.stack(expected)).all(dim=1)
+        return [channel for channel, same in zip(channels, equal.tolist()) if not same]
+
+    def locate(self, bad: list[tuple[str, int]]) -> None:
+        """Finds which values of the bad channels are wrong, and records them.
+
+        Collective over the same groups as :meth:`exchange`; for when any rank has a bad channel.
+        """
+        device = self._engine.device
         for key in sorted(self._collective_groups):
             group = self._groups[key]
             size = group.size()
-            mine = torch.stack([_summary(self._sent, key, peer, device) for peer in range(size)])
-            theirs = torch.empty_like(mine)
-            dist.all_to_all_single(theirs, mine, group=group)
-            for peer in range(size):
-                expected = _summary(self._received, key, peer, device)
-                pairs.append((key, peer, theirs[peer], expected))
-        requests = []
-        for key, peer in sorted(self._point_to_point):
+            out = [_words(self._sent.get((key, peer)), device) for peer in range(size)]
+            counts = torch.tensor([t.numel() for t in out], dtype=torch.int64, device=device)
+            incoming = torch.empty_like(counts)
+            dist.all_to_all_single(incoming, counts, group=group)
+            sizes = incoming.tolist()
+            received = torch.empty(sum(sizes), dtype=torch.int64, device=device)
+            dist.all_to_all_single(
+                received, torch.cat(out), sizes, [t.numel() for t in out], group=group
+            )
+            for peer, words in enumerate(received.split(sizes)):
+                if (key, peer) in bad:
+                    self._record(key, peer, words.tolist())
+        pairs = sorted(self._point_to_point)
+        out = [_words(self._sent.get(pair), device) for pair in pairs]
+        counts_out = [torch.tensor([t.numel()], device=device) for t in out]
+        counts_in = self._swap(pairs, counts_out, [torch.empty_like(c) for c in counts_out])
+        spaces = [torch.empty(int(c), dtype=torch.int64, device=device) for c in counts_in]
+        for pair, words in zip(pairs, self._swap(pairs, out, spaces)):
+            if pair in bad:
+                self._record(*pair, words.tolist())
+
+    def _swap(
+        self, pairs: list[tuple[str, int]], out: list[torch.Tensor], into: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Sends one tensor to each point-to-point peer and receives one from each."""
+        requests: list[Any] = []
+        # Receives first: with sends first, gloo's transfers are serialised. A peer to which nothing
+        # is to be sent has nothing to receive either.
+        for (key, peer), tensor in zip(pairs, into):
             group = self._groups[key]
-            mine = _summary(self._sent, key, peer, device)
-            theirs = torch.empty_like(mine)
-            other = dist.get_global_rank(group, peer)
-            # Receives first: with sends first, gloo's transfers are serialised.
-            requests.append(dist.irecv(theirs, src=other, group=group))
-            requests.append(dist.isend(mine, dst=other, group=group))
-            pairs.append((key, peer, theirs, _summary(self._received, key, peer, device)))
+            if tensor.numel():
+                source = dist.get_global_rank(group, peer)
+                requests.append(dist.irecv(tensor, src=source, group=group))
+        for (key, peer), tensor in zip(pairs, out):
+            group = self._groups[key]
+            if tensor.numel():
+                target = dist.get_global_rank(group, peer)
+                requests.append(dist.isend(tensor, dst=target, group=group))
         for request in requests:
             request.wait()
-        for key, peer, theirs, expected in pairs:
-            equal = torch.equal(theirs, expected) if device.type == "cpu" else (theirs == expected)
-            if isinstance(equal, torch.Tensor):
-                equal = equal.all()
-            self._engine.ledger.check(equal, self._reporter(key, peer))
-        self.forget()
+        return into
 
-    def _reporter(self, key: str, peer: int) -> Callable[[], Mismatch]:
+    def _record(self, key: str, peer: int, sent: list[int]) -> None:
         engine = self._engine
-        places = self._received[key, peer].places
+        channel = self._received[key, peer]
+        mine = _words(channel, engine.device).tolist()
+        wrong = [i for i, (a, b) in enumerate(zip(sent, mine)) if a != b]
         source = dist.get_global_rank(self._groups[key], peer)
-
-        def report() -> Mismatch:
-            kinds = sorted({name for name, _ in places})
-            position = places[0][1] if len(places) == 1 else engine.position.copy()
-            position.phase = "communication"
-            mismatch = Mismatch(position, "+".join(kinds), "communication")
-            mismatch.note = (
-                f"{len(places)} value(s) received from rank {source} in group {key} are not the "
-                "ones it sent, or this rank's copy changed before it was read"
-            )
-            return mismatch
-
-        return report
+        if not wrong:  # one side counts more values than the other
+            name, position = "communication", engine.position.copy()
+        else:
+            name, position = channel.places[wrong[0]]
+        position.phase = "communication"
+        mismatch = Mismatch(position, name, "communication")
+        mismatch.followed_by = max(0, len(wrong) - 1)
+        mismatch.note = (
+            f"not what rank {source} sent, or changed before it was read: "
+            f"{len(wrong)} of {len(mine)} values from that rank"
+        )
+        engine.ledger.record(mismatch)
 
     def abandon(self) -> None:
-        """Drops everything: the iteration has been discarded and all its transfers have ended."""
+        """Drops everything: the iteration is discarded, and the framework has ended its transfers."""
+        for waiting in self.arriving.values():
+            for arrival in waiting:
+                for wait in arrival.repeats:
+                    wait()
         self.arriving.clear()
         self.forget()
 
@@ -377,10 +467,65 @@ class Collectives:
         self._received.clear()
         self._point_to_point.clear()
         self._collective_groups.clear()
+        for repeat in self._sending:
+            repeat.wait()
+        self._sending.clear()
 
 
-def copied_values(kwargs: dict[str, Any], copied: Callable[[Any], Any]) -> dict[str, Any]:
-    return {name: copied(value) for name, value in kwargs.items()}
+class _Transfer:
+    """One call of a collective operator, which can be issued again with copies of its tensors."""
+
+    def __init__(
+        self, name: str, func: Any, args: tuple, kwargs: dict, named: dict, group: Any
+    ) -> None:
+        self.name, self.func, self.args, self.kwargs = name, func, args, kwargs
+        self.named, self.group = named, group
+        self._copies: dict[int, torch.Tensor] = {}
+        self._work: Any = None
+
+    @property
+    def integers(self) -> bool:
+        tensors = tensors_of(self.args, self.kwargs)
+        return not any(t.is_floating_point() or t.is_complex() for t in tensors)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the copies."""
+        return sum(t.numel() * t.element_size() for t in self._copies.values())
+
+    def repeat(self) -> _Transfer:
+        """The same call on copies of its tensors as they are now."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                if id(value) not in copies:
+                    copies[id(value)] = bits.clone_span(value)
+                return copies[id(value)]
+            if isinstance(value, (list, tuple)):
+                return type(value)(copied(v) for v in value)
+            return value
+
+        args = tuple(copied(a) for a in self.args)
+        kwargs = {name: copied(value) for name, value in self.kwargs.items()}
+        named = dict(zip((a.name for a in self.func._schema.arguments), args), **kwargs)
+        again = _Transfer(self.name, self.func, args, kwargs, named, self.group)
+        again._copies = copies
+        return again
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy that stands for a tensor of the original call."""
+        return self._copies[id(tensor)]
+
+    def issue(self) -> Any:
+        result = self.func(*self.args, **self.kwargs)
+        self._work = _work_of(result)
+        return result
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
 
 def _work_of(result: Any) -> Any:
@@ -398,18 +543,25 @@ def _summary(
 
     The same integer arithmetic on every device, so that a CPU and a CUDA rank would agree.
     """
-    channel = channels.get((key, peer))
-    if channel is None:
-        return torch.zeros(2, dtype=torch.int64, device=device)
-    words = [
-        d if isinstance(d, torch.Tensor) else torch.tensor(_signed(d), device=device)
-        for d in channel.digests
-    ]
-    values = torch.stack(words).to(torch.int64)
-    place = torch.arange(1, len(words) + 1, dtype=torch.int64, device=device)
+    values = _words(channels.get((key, peer)), device)
+    place = torch.arange(1, values.numel() + 1, dtype=torch.int64, device=device)
     mixed = (values ^ (place * _K1)) * _K2
     mixed = (mixed ^ (mixed >> 32)) * _K1
-    return torch.stack([place[-1], (mixed ^ (mixed >> 29)).sum()])
+    count = torch.tensor(values.numel(), dtype=torch.int64, device=device)
+    return torch.stack([count, (mixed ^ (mixed >> 29)).sum()])
+
+
+def _words(channel: _Channel | None, device: torch.device) -> torch.Tensor:
+    """The fingerprints of one channel, int64, in order."""
+    digests = channel.digests if channel is not None else []
+    if not any(isinstance(d, torch.Tensor) for d in digests):
+        return torch.tensor([_signed(d) for d in digests], dtype=torch.int64, device=device)
+    return torch.stack(
+        [
+            d if isinstance(d, torch.Tensor) else torch.tensor(_signed(d), device=device)
+            for d in digests
+        ]
+    ).to(torch.int64)
 
 
 def _signed(value: int) -> int:

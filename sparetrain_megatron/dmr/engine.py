@@ -264,6 +264,8 @@ class Engine:
         """Opens the first execution of a checkpointed segment; None if it is to run naively."""
         if not self.piggyback or not self.is_active or key in self._naive_segments:
             return None
+        if self.collectives.arriving:
+            self.collectives.look_at(inputs)
         first = FirstPass(key, tuple(fingerprint(t) for t in inputs))
         self._open[id(first)] = first
         return first
@@ -394,6 +396,9 @@ class Engine:
             self._measure(mismatch, third, produced)
         elif same(digests, second):
             mismatch.wrong = running.first.role
+            if running.method == "piggyback":
+                mismatch.position.phase = "forward"
+                mismatch.note = "found in the recompute"
 
     @staticmethod
     def _measure(
@@ -458,25 +463,35 @@ class Engine:
                 if first.entries:
                     self._departed(first.key)
             self._open.clear()
-            distributed = dist.is_initialized() and dist.get_world_size() > 1
-            if distributed:
-                self.collectives.exchange(reductions=final)
-                self.second_device.exchange(self)
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                found, dirty = self._agree(final)
             else:
                 self.collectives.settle_all(reductions=final)
                 self.collectives.forget()
-            found = self.ledger.collect()
-            dirty = bool(found)
-            if distributed:
-                flag = torch.tensor([int(dirty)], dtype=torch.int32, device=self.device)
-                dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-                dirty = bool(flag.item())
-            if dirty:
-                self.second_device.decide(self, found)
+                found = self.ledger.collect()
+                dirty = bool(found)
         self.flush_counts()
         self.statistics.injected = len(self.injector.records)
         self.statistics.seconds_in_checks += time.perf_counter() - start
         return Verdict(dirty, tuple(found))
+
+    def _agree(self, final: bool) -> tuple[list[Mismatch], bool]:
+        """What this rank found, and whether any rank found something."""
+        bad = self.collectives.exchange(reductions=final)
+        self.second_device.exchange(self)
+        found = self.ledger.collect()
+        flags = torch.tensor(
+            [int(bool(found or bad)), int(bool(bad))], dtype=torch.int32, device=self.device
+        )
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        dirty, moved_wrong = flags.tolist()
+        if moved_wrong:
+            self.collectives.locate(bad)
+            found += self.ledger.collect()
+        self.collectives.forget()
+        if dirty:
+            self.second_device.decide(self, found)
+        return found, bool(dirty)
 
     def discard(self) -> None:
         """Forgets everything of an attempt that is not kept."""

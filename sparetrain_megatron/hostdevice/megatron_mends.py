@@ -27,6 +27,7 @@ def mend() -> None:
         torch_norm,
         checkpoint_without_output,
         fused_adam,
+        process_memory,
         max_connections,
         generator_warning,
     ):
@@ -164,6 +165,18 @@ def fused_adam() -> None:
     # It copies the loaded values into views of FP32 parameters, outside of no_grad.
     cls = distrib_optimizer.DistributedOptimizer
     cls.load_state_dict = torch.no_grad()(cls.load_state_dict)
+
+
+def process_memory() -> None:
+    """dist_checkpointing/strategies/filesystem_async.py cannot save without psutil.
+
+    It asks for the memory of the process around each write, for a line in the debug log, and the
+    wheel does not require psutil. This limit has nothing to do with the device.
+    """
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+
+    if not filesystem_async.HAVE_PSUTIL:
+        filesystem_async._process_memory = lambda: 0
 
 
 def max_connections() -> None:

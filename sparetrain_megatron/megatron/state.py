@@ -14,6 +14,9 @@ from typing import Any
 import numpy
 import torch
 
+from ..dmr.engine import Engine
+from ..patching import Patches
+
 
 class Replayed:
     """A data iterator whose microbatches of one iteration can be read again.
@@ -122,7 +125,6 @@ class Snapshot:
         optimizer.zero_grad()
         rewind(self._data)
         clear_caches()
-        _calm_rerun_state_machine()
 
 
 def _copied_states(states: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +154,48 @@ def _caches() -> list[Any]:
     ]
 
 
+class Validation:
+    """Megatron's checks for NaN and spikes, while the values they look at have not been verified.
+
+    A wrong value may be a NaN. The check would end the process in the middle of a schedule, and the
+    peers would hang; so its error is kept until the verdict, and dropped with the attempt if that is
+    discarded (core/rerun_state_machine.py, ``RerunStateMachine.validate_result``).
+    """
+
+    def __init__(self, engine: Engine, patches: Patches) -> None:
+        from megatron.core.rerun_state_machine import RerunStateMachine
+
+        self._error: Exception | None = None
+        original = RerunStateMachine.validate_result
+
+        @functools.wraps(original)
+        def validate_result(machine: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                original(machine, *args, **kwargs)
+            except RuntimeError as error:
+                if not engine.is_active:
+                    raise
+                self._error = self._error or error
+
+        patches.replace(RerunStateMachine, "validate_result", validate_result)
+
+    def confirm(self) -> None:
+        """The values stand: raises what a check has found in them."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def forget(self) -> None:
+        """The attempt is discarded, and what Megatron's checks think of it with it."""
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        self._error = None
+        machine = get_rerun_state_machine()
+        if hasattr(machine, "validation_counts"):
+            machine.validation_counts = defaultdict(int)
+            machine.rerun_requested = False
+
+
 @contextlib.contextmanager
 def schedule_allowed() -> Iterator[None]:
     """Lets the schedule run again from within the optimizer's step.
@@ -168,13 +212,3 @@ def schedule_allowed() -> Iterator[None]:
         yield
     finally:
         machine.state = before
-
-
-def _calm_rerun_state_machine() -> None:
-    """A NaN of the discarded attempt must not make Megatron's own machinery rerun the step."""
-    from megatron.core.rerun_state_machine import get_rerun_state_machine
-
-    machine = get_rerun_state_machine()
-    if hasattr(machine, "validation_counts"):
-        machine.validation_counts = defaultdict(int)
-        machine.rerun_requested = False

@@ -39,7 +39,7 @@ from ..report.terminal import interval_line, mismatch_line, print_summary, say
 from .optimizer import Discarded, OptimizerHooks
 from .recompute import Recompute
 from .regions import Regions
-from .state import Snapshot, replayed, schedule_allowed
+from .state import Snapshot, Validation, replayed, schedule_allowed
 
 EXIT_BARRIER_SECONDS = 15.0
 """How long a rank that is about to stop waits for the others' reports."""
@@ -96,6 +96,7 @@ class Protection:
             compiled.install()
             self.engine.set_executor = compiled.set_executor
         self._recompute = Recompute(self.engine, self.patches)
+        self._validation = Validation(self.engine, self.patches)
         self._regions = Regions(self.engine, self.patches)
         for name, wrapper in (
             ("train_step", self._train_step),
@@ -239,6 +240,7 @@ class Protection:
                         if settings is not None and settings.overlap_grad_reduce:
                             chunk.finish_grad_sync()
                 return None
+            self._validation.confirm()
             with self.engine.at(phase="accumulate", layer=None, microbatch=None):
                 return original(model, *args, **kwargs)
 
@@ -249,6 +251,7 @@ class Protection:
         if self._takes_back(verdict, "optimizer"):
             self._dirty = verdict
             raise Discarded
+        self._validation.confirm()
 
     def _step(self, original: Any) -> Any:
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -325,6 +328,7 @@ class Protection:
         with engine.paused():
             engine.discard()
             self._snapshot.restore(self._optimizer)
+            self._validation.forget()
         if any(m.method == "communication" for m in verdict.mine) or self._overlapped_gather():
             # The parameters themselves may have arrived wrong.
             with engine.paused():
