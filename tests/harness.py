@@ -8,8 +8,8 @@ for a CUDA device::
     ranks = run_case(["--num-layers", "2", ...], world_size=2, before=attach_plugin)
     assert ranks[0].weights == unprotected[0].weights
 
-``before`` and ``after`` reach the ranks by pickle: functions of a module (or ``functools.partial`` of
-one), no lambdas.
+``before`` and ``after`` reach the ranks by pickle: functions of a module (or ``functools.partial``
+of one), no lambdas.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ def run_case(
             process.join(max(0.0, deadline - time.monotonic()))
         late = [process.is_alive() for process in processes]
         for process in processes:
-            process.kill()
-            process.join()
+            _kill_with_children(process)
         return [
             _collect(RankResult(rank, process.exitcode, timed_out), directory)
             for rank, (process, timed_out) in enumerate(zip(processes, late, strict=True))
@@ -165,6 +164,14 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _kill_with_children(process: Any) -> None:
+    """Ends a rank, and the helpers that Megatron starts to write a checkpoint."""
+    process.kill()
+    process.join()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -192,6 +199,7 @@ def _run_rank(
     timeout: float,
 ) -> None:
     """The whole life of a rank, in the forked process."""
+    os.setpgrp()
     # Should the parent be killed, nobody else ends a rank that hangs.
     signal.alarm(int(timeout) + 30)
     log = os.open(directory / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

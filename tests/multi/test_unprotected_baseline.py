@@ -1,4 +1,4 @@
-"""What protection is measured against: Megatron alone, on the CPU, gives the same bits every time."""
+"""What protection is measured against: Megatron alone gives the same bits every time."""
 
 from pathlib import Path
 
