@@ -79,10 +79,16 @@ class RunFailed(Exception):
 
 
 def build_data(folder: Path) -> Path:
-    """Builds the English data set; returns the path that ``--data-path`` takes."""
+    """Builds the English data set; returns the path that ``--data-path`` takes.
+
+    Raises:
+        RunFailed: It could not be built.
+    """
     prefix = folder / "english"
     command = [sys.executable, ROOT / "examples" / "quickstart" / "english_text.py", prefix]
-    subprocess.run(command, check=True, env=_environment(), stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RunFailed(f"building the data set failed:\n{done.stderr}")
     return prefix
 
 

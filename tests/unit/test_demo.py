@@ -1,5 +1,6 @@
 """The demo's own judgement: what it counts as found, as false alarm, and as equal."""
 
+import subprocess
 import sys
 
 import pytest
@@ -114,3 +115,12 @@ class TestCompareStates:
         (tmp_path / "a").mkdir()
         run = demo[1].Run(tmp_path / "a")
         assert not demo[1].compare_states(run, run).equal
+
+
+@pytest.mark.acceptance
+def test_demo_passes_within_five_minutes(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "demo" / "run_demo.py")]
+    command += ["--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED" in done.stdout
