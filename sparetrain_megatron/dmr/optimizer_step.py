@@ -61,6 +61,8 @@ class CheckedStep:
         self._attempts = attempts
         self._on_redo = on_redo
         self.exhausted = False
+        self.once = False
+        """Set to True, steps are executed once; for measurements."""
 
     def __call__(self, closure: Any = None) -> None:
         """Steps all parameters.
@@ -70,6 +72,9 @@ class CheckedStep:
         """
         if closure is not None:
             raise ValueError("an optimizer step with a closure can't be checked")
+        if self.once or not self._engine.is_active:
+            self._step()
+            return
         groups = self._optimizer.param_groups
         everything = [group["params"] for group in groups]
         before = [_settings(group) for group in groups]

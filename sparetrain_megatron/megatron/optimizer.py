@@ -49,6 +49,8 @@ class OptimizerHooks:
 
         @functools.wraps(ready)
         def step_with_ready_grads() -> Any:
+            if not engine.is_active:
+                return ready()
             before_step()
             self.applied = True
             with engine.at(phase="optimizer", layer=None):

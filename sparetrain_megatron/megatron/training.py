@@ -37,6 +37,7 @@ from ..report.events import EventLog
 from ..report.summary import Statistics, write_summary
 from ..report.terminal import interval_line, mismatch_line, print_summary, say
 from .optimizer import Discarded, OptimizerHooks
+from .preflight import check, megatron_version
 from .recompute import Recompute
 from .regions import Regions
 from .state import Snapshot, Validation, replayed, schedule_allowed
@@ -54,6 +55,8 @@ class Protection:
 
     def __init__(self, config: SparetrainConfig) -> None:
         self.config = config
+        self.enabled = True
+        """Set to False, steps run unprotected; for measurements."""
         self.statistics = Statistics()
         self.rank = int(os.environ.get("RANK", "0"))
         specs = [FaultSpec.parse(text) for text in config.inject]
@@ -99,6 +102,7 @@ class Protection:
         self._validation = Validation(self.engine, self.patches)
         self._regions = Regions(self.engine, self.patches)
         for name, wrapper in (
+            ("setup_model_and_optimizer", self._setup),
             ("train_step", self._train_step),
             ("train", self._train),
             ("training_log", self._training_log),
@@ -115,6 +119,19 @@ class Protection:
 
             compiled.uninstall()
             self.engine.set_executor = None
+
+    def _setup(self, original: Any) -> Any:
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+
+            megatron_version()
+            for refusal in check(get_args(), self.config.strict):
+                self.statistics.unprotected[refusal.flag] = 1
+                if self.rank == 0:
+                    say(f"warning: {refusal.flag}: {refusal.why}; counted as unprotected")
+            return original(*args, **kwargs)
+
+        return setup_model_and_optimizer
 
     def _prepare(self, model: list[Any], optimizer: Any, config: Any) -> None:
         """At the first step, when everything has been built."""
@@ -173,6 +190,8 @@ class Protection:
         def train_step(*args: Any, **kwargs: Any) -> Any:
             from megatron.training import get_args
 
+            if not self.enabled:
+                return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             values = bound.arguments
             if self._hooks is None:
@@ -203,7 +222,7 @@ class Protection:
     def _protect_schedule(self, original: Any) -> Any:
         @functools.wraps(original)
         def forward_backward_func(**kwargs: Any) -> Any:
-            if kwargs.get("forward_only"):
+            if kwargs.get("forward_only"):  # an evaluation changes nothing
                 return original(**kwargs)
             kwargs["data_iterator"] = replayed(kwargs["data_iterator"])
             self._schedule, self._schedule_arguments = original, kwargs
