@@ -1,8 +1,8 @@
 """A training step of a real Megatron GPT that can be repeated from the same start.
 
-The model, its optimizer and everything around them are built by ``megatron.training.pretrain``; when
-that calls ``train_step`` for the first time, it has reached a :class:`Bench`, which never returns
-to it.
+The model, its optimizer and everything around them are built by ``megatron.training.pretrain``;
+when that calls ``train_step`` for the first time, it has reached a :class:`Bench`, which never
+returns to it.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class Setup:
         mode: ``naive`` or ``piggyback``.
         dtype: ``bf16`` (with FP32 main parameters) or ``fp32``.
         recompute: ``none``, ``full`` or ``selective``.
+        on_mismatch: ``report`` shows the harm that a fault does, ``rollback`` what is left of it.
     """
 
     mode: str
     dtype: str
     recompute: str
+    on_mismatch: str = "report"
 
     @property
     def name(self) -> str:
@@ -305,7 +307,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-# --- building the model ------------------------------------------------------------------------------
+# --- building the model -----------------------------------------------------------------------
 
 
 def _batch(number: int) -> dict[str, torch.Tensor]:
@@ -388,7 +390,11 @@ def with_bench(setup: Setup, directory: str, use: Callable[[Bench], None]) -> No
     from sparetrain_megatron import megatron
 
     config = SparetrainConfig(
-        enabled=True, mode=setup.mode, on_mismatch="report", dir=directory, cpu=cpu
+        enabled=True,
+        mode=setup.mode,
+        on_mismatch=setup.on_mismatch,
+        dir=directory,
+        cpu=cpu,
     )
     protection = megatron.attach(config)
     protected = training.train_step

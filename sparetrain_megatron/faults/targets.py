@@ -1,9 +1,9 @@
-"""What a campaign can hit: the operators of one step, and a stratified draw of faults among them."""
+"""What a campaign can hit: the operators of a step, and a stratified draw of faults among them."""
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,8 +143,9 @@ class Targets:
     def draw(self, count: int, seed: str, patterns: Sequence[str] = ("bit",)) -> list[Target]:
         """Draws faults, the same ones for the same seed.
 
-        Phases take turns, within a phase its operators, within an operator its sides and the bit
-        classes; instance, output, element, bit and pattern are drawn at random.
+        Phases take turns, and within a phase its operators. Sides (in each phase) and classes of
+        bits are evened out as far as the operators allow; instance, output, element, bit and
+        pattern are drawn at random.
 
         Args:
             count: How many.
@@ -153,23 +154,45 @@ class Targets:
         """
         generator = random.Random(seed)
         cells = self._turns(generator)
-        turn: dict[tuple[str, str], int] = defaultdict(int)
+        used: Counter[tuple[str, ...]] = Counter()
+
+        def rarest(candidates: Sequence[str], *among: str) -> str:
+            least = min(used[*among, c] for c in candidates)
+            chosen = generator.choice([c for c in candidates if used[*among, c] == least])
+            used[*among, chosen] += 1
+            return chosen
+
         drawn = []
         for _ in range(count):
             phase, operator = next(cells)
             sides = self._cells[phase, operator]
-            names = [side for side in ("primary", "checker") if sides[side]]
-            place = turn[phase, operator]
-            turn[phase, operator] += 1
-            side = names[place % len(names)]
+            side = rarest([s for s in ("primary", "checker") if sides[s]], phase)
+            visit = generator.choice(sides[side])
+            output = generator.randrange(len(visit.outputs))
+            dtype, elements = visit.outputs[output]
             pattern = generator.choice(patterns)
-            drawn.append(self._fault(generator, sides[side], side, pattern, place // len(names)))
+            bit_class = rarest([c for c in BIT_CLASSES if bits_of_class(dtype, c)])
+            spec = FaultSpec(
+                iteration=self._iteration,
+                microbatch=visit.microbatch,
+                layer=visit.layer,
+                phase=phase,
+                execution=side,
+                operator=operator,
+                nth=self._nth(visit, side),
+                element=generator.randrange(elements),
+                bit=generator.choice(bits_of_class(dtype, bit_class)),
+                output=output,
+                pattern=pattern,
+            )
+            name = str(dtype).removeprefix("torch.")
+            shown = bit_class if pattern == "bit" else pattern
+            drawn.append(Target(str(spec), phase, operator, name, shown, side))
         return drawn
 
     def _turns(self, generator: random.Random) -> Iterator[tuple[str, str]]:
         operators = {
-            phase: sorted(operator for p, operator in self._cells if p == phase)
-            for phase in PHASES
+            phase: sorted(operator for p, operator in self._cells if p == phase) for phase in PHASES
         }
         operators = {phase: names for phase, names in operators.items() if names}
         for names in operators.values():
@@ -179,41 +202,6 @@ class Targets:
             for phase, names in operators.items():
                 yield phase, names[place % len(names)]
             place += 1
-
-    def _fault(
-        self,
-        generator: random.Random,
-        visits: Sequence[Visit],
-        side: str,
-        pattern: str,
-        turn: int,
-    ) -> Target:
-        visit = generator.choice(visits)
-        output = generator.randrange(len(visit.outputs))
-        dtype, elements = visit.outputs[output]
-        classes = [c for c in BIT_CLASSES if bits_of_class(dtype, c)]
-        bit_class = classes[turn % len(classes)]
-        spec = FaultSpec(
-            iteration=self._iteration,
-            microbatch=visit.microbatch,
-            layer=visit.layer,
-            phase=visit.phase,
-            execution=side,
-            operator=visit.operator,
-            nth=self._nth(visit, side),
-            element=generator.randrange(elements),
-            bit=generator.choice(bits_of_class(dtype, bit_class)),
-            output=output,
-            pattern=pattern,
-        )
-        return Target(
-            str(spec),
-            visit.phase,
-            visit.operator,
-            str(dtype).removeprefix("torch."),
-            bit_class if pattern == "bit" else pattern,
-            side,
-        )
 
     def _nth(self, wanted: Visit, side: str) -> int:
         """How many visits a spec for this one matches until it is reached, itself included.
