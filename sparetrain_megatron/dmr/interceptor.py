@@ -89,19 +89,26 @@ class Interceptor(TorchDispatchMode):
     def _observed(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
         """Runs once under piggyback and leaves, or compares, fingerprints of what it produced."""
         engine = self._engine
-        written = operator.written_tensors(args, kwargs)
-        output = func(*args, **kwargs)
-        produced = naive.results(operator, output, written)
         running, injector = engine.passes[-1], engine.injector
-        if injector.armed:
-            injector.visit(engine.position, operator.name, running.execution, produced)
-        if (
-            running.method == "piggyback"
-            and not written
-            and any(not t.is_floating_point() for t in produced)
-        ):
-            # A wrong index would crash the operators that follow, before any recompute.
-            naive.check_pure(engine, operator, func, args, kwargs, output, None)
+        written = operator.written_tensors(args, kwargs)
+        # A wrong index would crash the operators that follow, before any recompute.
+        at_once = running.method == "piggyback"
+        if at_once and written and not all(map(naive.real, written)):
+            output = naive.mutating(engine, operator, func, args, kwargs)
+            produced = naive.results(operator, output, written)
+        else:
+            state = None
+            if at_once and operator.random:
+                state = naive.generator_of(args, kwargs).get_state()
+            output = func(*args, **kwargs)
+            produced = naive.results(operator, output, written)
+            if not all(map(naive.plain, produced)):
+                engine.unprotected(operator.name)
+                return output
+            if injector.armed:
+                injector.visit(engine.position, operator.name, running.execution, produced)
+            if at_once and not written and not all(map(naive.real, produced)):
+                naive.check_pure(engine, operator, func, args, kwargs, output, state)
         start = _clock()
         again = None if written or operator.random else Call(func, args, kwargs)
         engine.observe(operator.name, produced, again)

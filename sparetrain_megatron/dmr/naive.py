@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,8 @@ from . import bits
 from .fingerprint import fingerprint
 from .mismatch import Mismatch
 from .operators import Kind, Operator, tensors_of
-from .second_device import Call, digest_of as _digest
+from .second_device import Call
+from .second_device import digest_of as _digest
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -26,14 +27,19 @@ _OVERWRITES = {"copy_", "zero_", "fill_"}
 
 def comparable(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether all tensor arguments are plain strided memory."""
-    for value in args:
+    for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.is_quantized:
+            if not plain(value):
                 return False
-    for value in kwargs.values():
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            return False
+        elif isinstance(value, (list, tuple)):
+            if not all(plain(t) for t in value if isinstance(t, torch.Tensor)):
+                return False
     return True
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain strided memory, which can be compared bit for bit."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def results(operator: Operator, output: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -105,6 +111,10 @@ def check_pure(
             left as the primary left it.
     """
     start = _clock()
+    first_results = results(operator, output, ())
+    if not all(map(plain, first_results)):
+        engine.unprotected(operator.name)
+        return
 
     def again() -> Any:
         if state is None:
@@ -118,40 +128,30 @@ def check_pure(
             generator.set_state(end)
 
     second = again()
-    first_results = results(operator, output, ())
     second_results = results(operator, second, ())
     if engine.injector.armed:
         engine.injector.visit(engine.position, operator.name, "checker", second_results)
-    for primary, checker in zip(first_results, second_results, strict=True):
-        integer = not (primary.is_floating_point() or primary.is_complex())
-        if integer and primary.device.type != "cpu" and engine.repairs:
-            # Nobody waits for the comparison, so the majority of three is taken unseen.
-            third = results(operator, again(), ())[_index(first_results, primary)]
-            equal = bits.equal(primary, checker)
-            primary.copy_(bits.majority((primary, checker, third)))
-        else:
-            equal = bits.equal(primary, checker)
-        if equal is True:
-            continue
-        if equal is False:
-            third = results(operator, again(), ())[_index(first_results, primary)]
-            mismatch = _judged(engine, operator, primary, checker, third)
-            first_digest = _digest(first_results)
-            if integer and engine.repairs and mismatch.wrong == "primary":
-                primary.copy_(checker)
-            engine.second_device.suspect(
-                mismatch, Call(func, args, kwargs), first_digest, _digest(second_results)
-            )
-            engine.ledger.record(mismatch)
-        else:
-            engine.ledger.check(equal, engine.reporter(operator.name, "naive"))
+
+    def suspect(mismatch: Mismatch) -> None:
+        engine.second_device.suspect(
+            mismatch, Call(func, args, kwargs), _digest(first_results), _digest(second_results)
+        )
+
+    _compare(
+        engine,
+        operator,
+        first_results,
+        second_results,
+        lambda: results(operator, again(), ()),
+        suspect,
+    )
     if engine.second_device.sampling:
         engine.second_device.sample(engine, operator, Call(func, args, kwargs), first_results)
     engine.count("naive", operator, _clock() - start)
 
 
 def mutating(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Runs an operator that writes its arguments: the checker first, on copies of what is written."""
+    """Runs an operator that writes its arguments: the checker first, on copies of these."""
     written = operator.written_tensors(args, kwargs)
     limit = engine.copy_limit
     if limit and sum(t.numel() * t.element_size() for t in written) > limit:
@@ -159,18 +159,19 @@ def mutating(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs:
         if slices is not None:
             return _mutating_in_slices(engine, operator, func, args, kwargs, written, slices)
     start = _clock()
-    state, generator = None, None
-    if operator.random:
-        generator = generator_of(args, kwargs)
-        state = generator.get_state()
+    generator = generator_of(args, kwargs) if operator.random else None
+    state = None if generator is None else generator.get_state()
     copies: dict[int, torch.Tensor] = {}
     checker_args, checker_kwargs = _with_copies(operator, args, kwargs, copies)
+    spares: dict[int, torch.Tensor] = {}
+    if engine.repairs and not operator.random and not all(map(real, written)):
+        third_args, third_kwargs = _with_copies(operator, args, kwargs, spares)
     second = func(*checker_args, **checker_kwargs)
     second_written = [copies[id(t)] for t in written]
     second_results = results(operator, second, second_written)
     if engine.injector.armed:
         engine.injector.visit(engine.position, operator.name, "checker", second_results)
-    if generator is not None:
+    if generator is not None and state is not None:
         generator.set_state(state)
     between = _clock()
     output = func(*args, **kwargs)
@@ -178,18 +179,18 @@ def mutating(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs:
     if engine.injector.armed:
         engine.injector.visit(engine.position, operator.name, "primary", first_results)
     resumed = _clock()
-    for primary, checker in zip(first_results, second_results, strict=True):
-        equal = bits.equal(primary, checker)
-        if equal is True:
-            continue
-        if equal is False:
-            third = None
-            if operator.name in _OVERWRITES and len(written) == 1:
-                third = bits.clone_span(written[0])
-                func(third, *args[1:], **kwargs)
-            engine.ledger.record(_judged(engine, operator, primary, checker, third))
-        else:
-            engine.ledger.check(equal, engine.reporter(operator.name, "naive"))
+
+    def again() -> list[torch.Tensor]:
+        if spares:
+            output = func(*third_args, **third_kwargs)
+            return results(operator, output, [spares[id(t)] for t in written])
+        target = bits.clone_span(written[0])
+        func(target, *args[1:], **kwargs)
+        return [target]
+
+    overwrites = operator.name in _OVERWRITES and len(written) == 1
+    third = again if spares or overwrites else None
+    _compare(engine, operator, first_results, second_results, third)
     engine.count("naive", operator, between - start + _clock() - resumed)
     return output
 
@@ -245,8 +246,47 @@ def _same_number(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _index(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -> int:
-    return next(i for i, t in enumerate(tensors) if t is wanted)
+def _compare(
+    engine: Engine,
+    operator: Operator,
+    first: Sequence[torch.Tensor],
+    second: Sequence[torch.Tensor],
+    again: Callable[[], list[torch.Tensor]] | None,
+    suspect: Callable[[Mismatch], None] = lambda mismatch: None,
+) -> None:
+    """Compares the results of two executions.
+
+    A wrong number only leads to wrong numbers, and the attempt is discarded anyway; but a wrong
+    index would crash an operator that follows. So the primary's integers are set right at once.
+
+    Args:
+        first, second: Results of primary and checker.
+        again: Executes once more; None where that is not possible.
+        suspect: Called with each mismatch before it is recorded and anything is repaired.
+    """
+    third: list[torch.Tensor] | None = None
+    for i, (primary, checker) in enumerate(zip(first, second, strict=True)):
+        equal = bits.equal(primary, checker)
+        if equal is True:
+            continue
+        repaired = engine.repairs and again is not None and not real(primary)
+        if again is not None and third is None and (repaired or equal is False):
+            third = again()
+        if equal is False:
+            mismatch = _judged(engine, operator, primary, checker, third[i] if third else None)
+            suspect(mismatch)
+            if repaired and mismatch.wrong == "primary":
+                primary.copy_(checker)
+            engine.ledger.record(mismatch)
+            continue
+        if repaired and third is not None:
+            # Nobody waits for the comparison, so the majority of three is taken unseen.
+            primary.copy_(bits.majority((primary, checker, third[i])))
+        engine.ledger.check(equal, engine.reporter(operator.name, "naive"))
+
+
+def real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _judged(
@@ -293,7 +333,7 @@ def _with_copies(
     return new_args, new_kwargs
 
 
-# --- large writes: slice by slice, so that the copies never take more than a chunk of memory ---------
+# --- large writes: slice by slice, so that the copies never take more than a chunk of memory -----
 
 
 def _slices(
@@ -367,7 +407,7 @@ def _mutating_in_slices(
     written: Sequence[torch.Tensor],
     slices: list[tuple[tuple, dict[str, Any], list[torch.Tensor]]],
 ) -> Any:
-    """As :func:`mutating`, with fingerprints of the checker's slices in the place of whole copies."""
+    """As :func:`mutating`, with fingerprints of the checker's slices instead of whole copies."""
     start = _clock()
     expected = []
     for slice_args, slice_kwargs, targets in slices:

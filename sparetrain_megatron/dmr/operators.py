@@ -65,7 +65,7 @@ _METADATA = {
 }
 # These return an alias of their input although the schema does not say so.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view"}
-# These write running statistics although the schema does not say so: (position, name) of the argument.
+# These write running statistics although the schema does not say so: (position, name) of arguments.
 _UNDECLARED_WRITES = {
     "aten::native_batch_norm": ((3, "running_mean"), (4, "running_var")),
     "aten::cudnn_batch_norm": ((3, "running_mean"), (4, "running_var")),
@@ -180,7 +180,7 @@ def _classify(func: Any) -> Operator:
         return Operator(short, Kind.UNINITIALISED)
     if name in _METADATA or torch.Tag.inplace_view in func.tags:
         return Operator(short, Kind.METADATA)
-    if name in _UNDECLARED_VIEWS:
+    if name in _UNDECLARED_VIEWS and not func._overloadname.endswith("out"):
         return Operator(short, Kind.VIEW)
 
     written, keywords = list(_UNDECLARED_WRITES.get(name, ())), []
