@@ -60,6 +60,9 @@ class Counting(Protocol):
     def count_check(self, method: str, kind: str, number: int = 1) -> None: ...
 
 
+_INDEX_TYPES = (torch.int16, torch.int32, torch.int64)
+
+
 class UnprotectedOperator(RuntimeError):
     """Strict mode met an operator that cannot be executed twice."""
 
@@ -267,6 +270,11 @@ class Engine:
         if self.collectives.arriving:
             self.collectives.look_at(inputs)
         first = FirstPass(key, tuple(fingerprint(t) for t in inputs))
+        if self.repairs:
+            with self.paused():
+                first.indices = {
+                    i: t.clone() for i, t in enumerate(inputs) if t.dtype in _INDEX_TYPES
+                }
         self._open[id(first)] = first
         return first
 
@@ -287,6 +295,9 @@ class Engine:
                 self.injector.visit(self.position, "checkpoint_input", "only", list(inputs))
             report = self.reporter("checkpoint_input", "piggyback")
             self.ledger.check(same(first.inputs, tuple(fingerprint(t) for t in inputs)), report)
+        with self.paused():
+            for i, value in first.indices.items():
+                inputs[i].data.copy_(value)  # not seen by autograd
         return SecondPass(first)
 
     def close_second_pass(self, second: SecondPass) -> None:
@@ -492,6 +503,13 @@ class Engine:
         if dirty:
             self.second_device.decide(self, found)
         return found, bool(dirty)
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether this rank has found something since the last verdict; makes the host wait."""
+        with self.paused():
+            self.ledger.settle()
+        return bool(self.ledger.mismatches)
 
     def discard(self) -> None:
         """Forgets everything of an attempt that is not kept."""

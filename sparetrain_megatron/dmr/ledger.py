@@ -50,13 +50,17 @@ class Ledger:
         self.mismatches.append(mismatch)
         self._on_record(mismatch)
 
-    def collect(self) -> list[Mismatch]:
-        """Reads the flags that are still on a device and returns everything found; empties itself."""
+    def settle(self) -> None:
+        """Reads the flags that are still on a device."""
         if self._flags:
             flags, reports = self._flags, self._reports
             self._flags, self._reports = [], []
             for equal, report in zip(torch.stack(flags).tolist(), reports):
                 if not equal:
                     self.record(report())
+
+    def collect(self) -> list[Mismatch]:
+        """Settles, returns everything found and empties itself."""
+        self.settle()
         found, self.mismatches = self.mismatches, []
         return found

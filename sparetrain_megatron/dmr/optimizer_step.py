@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .engine import UnprotectedOperator
 from .fingerprint import fingerprint
 from .mismatch import Mismatch
 from .piggyback import FirstPass, SecondPass
@@ -61,6 +62,7 @@ class CheckedStep:
         self._attempts = attempts
         self._on_redo = on_redo
         self.exhausted = False
+        self._error: Exception | None = None
         self.once = False
         """Set to True, steps are executed once; for measurements."""
 
@@ -139,6 +141,9 @@ class CheckedStep:
             again = FirstPass("optimizer", (), execution="primary", method="naive")
             digests.append(self._run(again, parameters, settings))
         engine.position.attempt = attempt
+        if self._error is not None and not self.exhausted:
+            # Executions agreed on it (or nothing may be done): it is the training's own.
+            raise self._error
         if redone and digests[-1] in digests[:2]:
             for mismatch in found:
                 if mismatch.wrong == "unknown":
@@ -165,11 +170,21 @@ class CheckedStep:
         parameters: list[torch.Tensor],
         settings: list[dict[str, Any]],
     ) -> tuple[int, ...]:
-        """Executes the step once; returns the fingerprint of all that it may have written."""
+        """Executes the step once; returns the fingerprint of all that it may have written.
+
+        An error counts as a result too: a wrong number may be one that an operator refuses.
+        """
         for group, values in zip(self._optimizer.param_groups, settings):
             _set(group, values)
-        with self._engine.within(running):
-            self._step()
+        self._error = None
+        try:
+            with self._engine.within(running):
+                self._step()
+        except UnprotectedOperator:
+            raise
+        except Exception as error:
+            self._error = error
+            return (hash((type(error), str(error))),)
         return self._digest(parameters)
 
     def _save(self, parameter: torch.Tensor) -> _Saved:

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .fingerprint import Fingerprint
 from .mismatch import Mismatch
 
@@ -53,6 +55,8 @@ class FirstPass:
         key: Names the kind of segment, the same in every iteration: a segment whose passes can't
             be compared is executed naively from then on.
         inputs: Fingerprints of the segment's inputs.
+        indices: Copies of the inputs that are integers, by position: a wrong index would crash the
+            recompute before its verdict.
         entries: One for each operator that computes, in order.
         execution: What a fault injector is told: ``only`` where the phase tells the two passes
             apart, else ``primary`` or ``checker``.
@@ -71,6 +75,7 @@ class FirstPass:
         self.role = "primary" if execution == "only" else execution
         self.method = method
         self.entries: list[Entry] = []
+        self.indices: dict[int, torch.Tensor] = {}
 
 
 class SecondPass:

@@ -281,7 +281,7 @@ class Protection:
                 self._hooks.applied = False
                 try:
                     with engine.at(phase="clip", layer=None, microbatch=None):
-                        result = original(*args, **kwargs)
+                        result = self._clip_and_step(original, *args, **kwargs)
                     if not self._hooks.applied:
                         self._before_step()  # the update was skipped; so is what led to it checked
                     break
@@ -293,6 +293,22 @@ class Protection:
             return result
 
         return step
+
+    def _clip_and_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the optimizer's own step.
+
+        Raises:
+            Discarded: Gradients can't be trusted.
+        """
+        try:
+            return original(*args, **kwargs)
+        except Exception:
+            # A wrong norm may be a number that Python refuses, such as the root of a negative one.
+            # This comes after the norm's last reduction, so the next thing that the other ranks
+            # do together is the verdict.
+            if not self._hooks.applied and self.engine.suspicious:
+                self._before_step()
+            raise
 
     def _verify_parameters(self) -> None:
         """The third verdict: parameters as copied and gathered; repaired, since the inner step stood."""
