@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from . import naive
 from .collectives import Collectives
+from .deferred import Deferred
 from .fingerprint import fingerprint
 from .interceptor import Interceptor
 from .ledger import Ledger
@@ -25,6 +26,7 @@ from .operators import Operator
 from .piggyback import Digests, Entry, FirstPass, SecondPass, same
 from .position import Position
 from .second_device import Call, SecondDevice, combine
+from .tape import Tape
 
 
 class Injecting(Protocol):
@@ -115,6 +117,8 @@ class Engine:
         self.piggyback = piggyback
         self.strict = strict
         self.repairs = repairs
+        self.repairs_all = False
+        """Whether wrong numbers of any type are replaced too: when no verdict follows."""
         self.copy_limit = copy_limit
         self.reductions = reductions
         self.second_device = second_device or SecondDevice()
@@ -125,6 +129,8 @@ class Engine:
         self.ordinal = 0
         self.passes: list[FirstPass | SecondPass] = []
         self.collectives = Collectives(self)
+        self.deferred = Deferred(self)
+        self.tape: Tape | None = None
         self.ledger = Ledger(self._recorded)
         self._on_mismatch = on_mismatch
         self._interceptor = Interceptor(self)
@@ -182,6 +188,7 @@ class Engine:
         self.position.microbatch = self.position.layer = None
         self.position.phase = "forward"
         self.ordinal = 0
+        self.repairs_all = False
         self.injector.begin(iteration, attempt)
         self.second_device.begin(iteration, attempt)
 
@@ -201,6 +208,7 @@ class Engine:
     def run(self, name: str, call: Callable[[], list[Any]], phase_backward: bool) -> list[Any]:
         """Executes a compiled graph twice and compares; see ``compiled.Executor``."""
         self.ordinal += 1
+        self.cut_tape()
         return naive.graph(self, name, call)
 
     # --- counting ------------------------------------------------------------------------------------
@@ -261,15 +269,41 @@ class Engine:
                     return True
         return False
 
+    # --- deferral ------------------------------------------------------------------------------
+
+    def open_tape(self) -> None:
+        """Operators are recorded from now on, and executed again in a window."""
+        self.cut_tape()
+        self.tape = Tape(self.position)
+
+    def cut_tape(self) -> None:
+        """Ends the open tape, if there is one, and begins the next."""
+        if self.tape is not None and self.tape.entries:
+            self.close_tape()
+            self.tape = Tape(self.position)
+
+    def close_tape(self) -> None:
+        """Ends recording."""
+        tape, self.tape = self.tape, None
+        if tape is not None and tape.entries:
+            start = time.perf_counter()
+            with torch.no_grad():
+                tape.close()
+                self.deferred.push(tape)
+            self.statistics.seconds_in_checks += time.perf_counter() - start
+
     # --- piggyback -----------------------------------------------------------------------------------
 
-    def first_pass(self, key: str, inputs: Sequence[torch.Tensor]) -> FirstPass | None:
+    def first_pass(
+        self, key: str, inputs: Sequence[torch.Tensor], outputs_only: bool = False
+    ) -> FirstPass | None:
         """Opens the first execution of a checkpointed segment; None if it is to run naively."""
         if not self.piggyback or not self.is_active or key in self._naive_segments:
             return None
         if self.collectives.arriving:
             self.collectives.look_at(inputs)
-        first = FirstPass(key, tuple(fingerprint(t) for t in inputs))
+        digests = tuple(fingerprint(t) for t in inputs)
+        first = FirstPass(key, digests, outputs_only=outputs_only)
         if self.repairs:
             with self.paused():
                 first.indices = {
@@ -299,6 +333,23 @@ class Engine:
             for i, value in first.indices.items():
                 inputs[i].data.copy_(value)  # not seen by autograd
         return SecondPass(first)
+
+    def close_first_pass(self, first: FirstPass, outputs: Sequence[torch.Tensor]) -> None:
+        """Ends the first execution."""
+        if first.outputs_only:
+            if self.collectives.arriving:
+                self.collectives.look_at(outputs)
+            first.outputs = tuple(fingerprint(t) for t in outputs)
+
+    def compare_outputs(self, first: FirstPass, outputs: Sequence[torch.Tensor]) -> None:
+        """Compares a recompute's outputs with the forward's; they leave the tape with these bits."""
+        if self.collectives.arriving:
+            self.collectives.look_at(outputs)
+        digests = tuple(fingerprint(t) for t in outputs)
+        self.ledger.check(same(first.outputs, digests), self.reporter("segment", "piggyback"))
+        if self.tape is not None:
+            for tensor, digest in zip(outputs, digests):
+                self.tape.mark(tensor, digest)
 
     def close_second_pass(self, second: SecondPass) -> None:
         """Ends a recompute. One that left operators out has verified nothing of them."""
@@ -468,6 +519,8 @@ class Engine:
         Args:
             final: All communication of the iteration has been waited for, sums of gradients too.
         """
+        self.close_tape()
+        self.deferred.drain()
         start = time.perf_counter()
         with self.paused(), torch.no_grad():
             for first in list(self._open.values()):
@@ -518,6 +571,8 @@ class Engine:
         self.collectives.abandon()
         self.ledger.collect()
         self.second_device.abandon()
+        self.deferred.abandon()
+        self.tape = None
 
 
 _ANY = Operator("", kind=None)  # type: ignore[arg-type]

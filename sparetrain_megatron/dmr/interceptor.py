@@ -14,8 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import naive
-from .operators import RUN_ONCE, Kind, Operator, describe
+from .operators import RUN_ONCE, Kind, Operator, describe, tensors_of
 from .second_device import Call
+from .tape import Tape
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -62,6 +63,8 @@ class Interceptor(TorchDispatchMode):
                 counts = engine.statistics.run_once
                 name = operator.kind.value
                 counts[name] = counts.get(name, 0) + 1
+                if engine.tape is not None and operator.kind is not Kind.VIEW:
+                    return self._without_value(operator, func, args, kwargs)
                 return func(*args, **kwargs)
             return self._handlers[operator.kind](operator, func, args, kwargs)
 
@@ -73,13 +76,19 @@ class Interceptor(TorchDispatchMode):
         if not naive.comparable(args, kwargs):
             return self._unknown(operator, func, args, kwargs)
         mutating = operator.kind is Kind.MUTATING
+        if mutating and engine.deferred:
+            engine.deferred.before_write(operator.written_tensors(args, kwargs))
         position = engine.position
         accumulates = mutating and engine.is_accumulator(operator, args, kwargs)
         if accumulates:
             phase, position.phase = position.phase, "accumulate"
         try:
-            if engine.passes:
+            if engine.passes and not engine.passes[-1].outputs_only:
                 return self._observed(operator, func, args, kwargs)
+            if engine.tape is not None:
+                return self._recorded(engine.tape, operator, func, args, kwargs)
+            if engine.passes:
+                return self._once(operator, func, args, kwargs)
             run = naive.mutating if mutating else naive.pure
             return run(engine, operator, func, args, kwargs)
         finally:
@@ -120,11 +129,79 @@ class Interceptor(TorchDispatchMode):
             engine.statistics.seconds_in_checks += _clock() - start
         return output
 
+    def _once(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs once: what comes of it is compared at the end of the segment."""
+        engine = self._engine
+        output = func(*args, **kwargs)
+        produced = naive.results(operator, output, operator.written_tensors(args, kwargs))
+        if engine.injector.armed:
+            engine.injector.visit(engine.position, operator.name, "only", produced)
+        if operator.kind is Kind.PURE and _crashes_if_wrong(produced):
+            naive.check_pure(engine, operator, func, args, kwargs, output, None)
+        return output
+
+    def _recorded(
+        self, tape: Tape, operator: Operator, func: Any, args: tuple, kwargs: dict
+    ) -> Any:
+        """Runs once and is recorded; executed again when the tape is replayed."""
+        engine = self._engine
+        start = _clock()
+        written: list[torch.Tensor] = []
+        if operator.kind is Kind.MUTATING:
+            written = operator.written_tensors(args, kwargs)
+            if not all(tape.is_internal(t) for t in written):
+                # It writes outside of the tape: what it reads of the tape leaves it here.
+                for tensor in tensors_of(args, kwargs):
+                    tape.mark(tensor)
+                for tensor in written:
+                    tape.forget(tensor)
+                engine.statistics.seconds_in_checks += _clock() - start
+                return naive.mutating(engine, operator, func, args, kwargs)
+        state = naive.generator_of(args, kwargs).get_state() if operator.random else None
+        encoded = tape.encode(args)
+        named = {name: tape.encode(value) for name, value in kwargs.items()}
+        between = _clock()
+        output = func(*args, **kwargs)
+        resumed = _clock()
+        if engine.injector.armed:
+            produced = naive.results(operator, output, written)
+            engine.injector.visit(engine.position, operator.name, "primary", produced)
+        if not written:
+            single = isinstance(output, torch.Tensor)
+            if not (single and output.is_floating_point()) and _crashes_if_wrong(
+                naive.results(operator, output, ())
+            ):
+                naive.check_pure(engine, operator, func, args, kwargs, output, state)
+        tape.record(operator, func, encoded, named, output, state, engine.position.phase)
+        engine.count("deferred", operator, between - start + _clock() - resumed)
+        return output
+
+    def _without_value(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An allocation is recorded, for operators write into it; a changed storage ends a tape."""
+        engine = self._engine
+        tape = engine.tape
+        assert tape is not None
+        if operator.name in ("set_", "resize_", "resize_as_"):
+            if any(tape.is_internal(t) for t in tensors_of(args, kwargs)):
+                engine.cut_tape()
+            return func(*args, **kwargs)
+        if operator.kind is not Kind.UNINITIALISED:
+            return func(*args, **kwargs)
+        encoded = tape.encode(args)
+        named = {name: tape.encode(value) for name, value in kwargs.items()}
+        output = func(*args, **kwargs)
+        tape.record(operator, func, encoded, named, output, None, engine.position.phase)
+        return output
+
     def _scalar(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
         engine = self._engine
         engine.ordinal += 1
         if engine.collectives.arriving:
             engine.collectives.touch(operator, args, kwargs)
+        if engine.tape is not None:
+            # A number steers the program: it is checked at once, its source when the tape is.
+            for tensor in tensors_of(args, kwargs):
+                engine.tape.mark(tensor)
         return naive.scalar(engine, operator, func, args, kwargs)
 
     def _collective(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -132,8 +209,17 @@ class Interceptor(TorchDispatchMode):
         engine.ordinal += 1
         if engine.collectives.arriving:
             engine.collectives.touch(operator, args, kwargs)
+        engine.cut_tape()
+        if engine.deferred:
+            # Schemas of collectives declare no writes: every tensor argument may be one.
+            engine.deferred.before_write(tensors_of(args, kwargs))
         return engine.collectives.run(operator, func, args, kwargs)
 
     def _unknown(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
         self._engine.unprotected(operator.name)
         return func(*args, **kwargs)
+
+
+def _crashes_if_wrong(produced: list[torch.Tensor]) -> bool:
+    """Integers and masks: a wrong index or size would crash what follows before any replay."""
+    return any(not (t.is_floating_point() or t.is_complex()) for t in produced)

@@ -164,7 +164,7 @@ def mutating(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs:
     copies: dict[int, torch.Tensor] = {}
     checker_args, checker_kwargs = _with_copies(operator, args, kwargs, copies)
     spares: dict[int, torch.Tensor] = {}
-    if engine.repairs and not operator.random and not all(map(real, written)):
+    if not operator.random and any(_repaired(engine, t) for t in written):
         third_args, third_kwargs = _with_copies(operator, args, kwargs, spares)
     second = func(*checker_args, **checker_kwargs)
     second_written = [copies[id(t)] for t in written]
@@ -269,7 +269,7 @@ def _compare(
         equal = bits.equal(primary, checker)
         if equal is True:
             continue
-        repaired = engine.repairs and again is not None and not real(primary)
+        repaired = again is not None and _repaired(engine, primary)
         if again is not None and third is None and (repaired or equal is False):
             third = again()
         if equal is False:
@@ -283,6 +283,11 @@ def _compare(
             # Nobody waits for the comparison, so the majority of three is taken unseen.
             primary.copy_(bits.majority((primary, checker, third[i])))
         engine.ledger.check(equal, engine.reporter(operator.name, "naive"))
+
+
+def _repaired(engine: Engine, tensor: torch.Tensor) -> bool:
+    """Whether a wrong primary is set right at once."""
+    return engine.repairs and (engine.repairs_all or not real(tensor))
 
 
 def real(tensor: torch.Tensor) -> bool:

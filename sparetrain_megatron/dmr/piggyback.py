@@ -62,13 +62,23 @@ class FirstPass:
             apart, else ``primary`` or ``checker``.
         role: ``primary`` or ``checker``, for reports.
         method: What the comparison counts as.
+        outputs_only: Operators leave no fingerprints, only what moves between ranks and the
+            segment's outputs do: the recompute's own operators are replayed from a tape.
+        outputs: Fingerprints of the segment's outputs, if ``outputs_only``.
     """
 
     second = False
 
     def __init__(
-        self, key: str, inputs: Digests, execution: str = "only", method: str = "piggyback"
+        self,
+        key: str,
+        inputs: Digests,
+        execution: str = "only",
+        method: str = "piggyback",
+        outputs_only: bool = False,
     ) -> None:
+        self.outputs_only = outputs_only
+        self.outputs: Digests = ()
         self.key = key
         self.inputs = inputs
         self.execution = execution
@@ -87,6 +97,7 @@ class SecondPass:
         self, first: FirstPass, execution: str = "only", method: str = "piggyback"
     ) -> None:
         self.first = first
+        self.outputs_only = first.outputs_only
         self.execution = execution
         self.role = "checker" if execution == "only" else execution
         self.method = method
