@@ -15,9 +15,10 @@ of one), no lambdas.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import runpy
@@ -140,13 +141,23 @@ def succeeded(results: list[RankResult]) -> list[RankResult]:
     return results
 
 
+@functools.cache
 def _fork_server() -> Any:
     """The context whose processes are forks of one that has imported Megatron."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
-    # The server inherits the environment of the moment in which it starts: here, at the first case.
-    with _environment({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}):
+    # The server inherits the environment of the moment in which it starts. The PYTHONPATH of the
+    # tests stays, so that another version of Megatron can come first.
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    # Where there is a GPU, it is hidden: the CPU stands in for one.
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with _environment(variables):
         multiprocessing.forkserver.ensure_running()
+    # It forks when it has imported everything: no case's time-out has to allow for that.
+    first = context.Process(target=os.getpid)
+    first.start()
+    first.join()
+    assert first.exitcode == 0, "the fork server did not start; see above"
     return context
 
 
@@ -209,12 +220,19 @@ def _run_rank(
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).parent))
     code, report = 1, {}
-    try:
+
+    def live() -> None:
+        nonlocal code, report
+        record = TrainingRecord()
         if before is not None:
             before(rank)
-        record = TrainingRecord()
-        code = _exit_code_of(script)
+        record.attach()
+        code = _exit_code(functools.partial(runpy.run_path, script, run_name="__main__"))
         report = {**record.digest(), "value": None if after is None else after(rank)}
+
+    try:
+        failed = _exit_code(live)
+        code = failed or code
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -226,9 +244,10 @@ def _run_rank(
     os._exit(code)
 
 
-def _exit_code_of(script: str) -> int:
+def _exit_code(function: Callable[[], Any]) -> int:
+    """Calls it; returns the code with which ``SystemExit`` left it, 0 without."""
     try:
-        runpy.run_path(script, run_name="__main__")
+        function()
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -249,11 +268,17 @@ class TrainingRecord:
         self.losses: list[dict[str, float]] = []
         self._model: Sequence[Any] | None = None
         self._optimizer: Any = None
+        # Megatron's own: who wraps the function later may hide the names of its arguments.
+        self._signature = inspect.signature(training.train_step)
+
+    def attach(self) -> None:
+        """Wraps ``train_step`` as it is now, outside of everything else that wraps it."""
+        import megatron.training.training as training
+
         train_step = training.train_step
-        signature = inspect.signature(train_step)
 
         def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
-            arguments = signature.bind(*args, **kwargs).arguments
+            arguments = self._signature.bind(*args, **kwargs).arguments
             self._model, self._optimizer = arguments["model"], arguments["optimizer"]
             result = train_step(*args, **kwargs)
             # The log prints means over iterations; these are the iteration's own.
