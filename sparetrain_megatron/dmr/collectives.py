@@ -153,7 +153,7 @@ class Collectives:
             output = call.issue()
             self._arrive_all(results, name, lambda tensors: None)
             return output
-        repeats = [call.repeat() for _ in range(2 if integers else 1)]
+        repeats = [call.repeat() for _ in range(2 if integers or engine.repairs_all else 1)]
         engine.held(sum(r.size for r in repeats))
         output = call.issue()
         for repeat in repeats:

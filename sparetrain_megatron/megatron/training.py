@@ -208,6 +208,7 @@ class Protection:
             try:
                 with self.engine.active(), self.engine.at(phase="accumulate"):
                     result = original(*bound.args, **bound.kwargs)
+                    self._late()
             except UnprotectedOperator as error:
                 raise UsageError(
                     f"operator {error} can't be executed twice; --no-sparetrain-strict trains on "
@@ -290,9 +291,18 @@ class Protection:
                     with schedule_allowed():
                         self._forward_backward()
             self._verify_parameters()
+            engine.repairs_all = engine.repairs
             return result
 
         return step
+
+    def _late(self) -> None:
+        """What was found after the last verdict, in the averages for the log: repaired already."""
+        with self.engine.paused():
+            found = self.engine.ledger.collect()
+        if found:
+            action = "repaired" if self.engine.repairs_all else "report"
+            self._emit_verdict(Verdict(True, tuple(found)), "averages", action)
 
     def _clip_and_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the optimizer's own step.
