@@ -26,6 +26,7 @@ from .operators import Operator
 from .piggyback import Digests, Entry, FirstPass, SecondPass, same
 from .position import Position
 from .second_device import Call, SecondDevice, combine
+from .strategy import Immediate, Strategy
 from .tape import Tape
 
 
@@ -131,6 +132,7 @@ class Engine:
         self.collectives = Collectives(self)
         self.deferred = Deferred(self)
         self.tape: Tape | None = None
+        self.strategy: Strategy = Immediate(piggyback)
         self.ledger = Ledger(self._recorded)
         self._on_mismatch = on_mismatch
         self._interceptor = Interceptor(self)
@@ -287,10 +289,18 @@ class Engine:
         tape, self.tape = self.tape, None
         if tape is not None and tape.entries:
             start = time.perf_counter()
+            # The layer is known when its module has run.
+            tape.position.layer = self.position.layer
             with torch.no_grad():
                 tape.close()
                 self.deferred.push(tape)
             self.statistics.seconds_in_checks += time.perf_counter() - start
+
+    def window_opens(self, kind: str) -> None:
+        """This rank begins to wait for communication between nodes or inside one."""
+
+    def window_closes(self) -> None:
+        """The wait is over."""
 
     # --- piggyback -----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 
 from ..dmr.engine import Engine
 from ..patching import Patches
+from .recompute import Recompute
 
 _TAG = "_sparetrain_microbatch"
 
@@ -22,11 +23,12 @@ _TAG = "_sparetrain_microbatch"
 class Regions:
     """Installs the wrappers for one engine."""
 
-    def __init__(self, engine: Engine, patches: Patches) -> None:
+    def __init__(self, engine: Engine, patches: Patches, recompute: Recompute) -> None:
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.transformer_layer import TransformerLayer
 
         self._engine = engine
+        self._recompute = recompute
         self._started: Counter[int] = Counter()
         self._finished = 0
         for name, wrapper in (
@@ -54,10 +56,15 @@ class Regions:
                 return original(forward_step_func, data_iterator, model, *args, **kw)
             self._started[id(model)] += 1  # each virtual stage counts by itself
             microbatch = self._started[id(model)]
+            chunk = getattr(model, "vp_stage", None) or 0
+            self._recompute.begin_microbatch(chunk)
             with engine.at(phase="forward", microbatch=microbatch, layer="embedding"):
+                if engine.strategy.defers_rest(chunk, microbatch, "forward"):
+                    engine.open_tape()
                 result = original(forward_step_func, data_iterator, model, *args, **kw)
+                engine.close_tape()
             for tensor in _tensors(result[0]):
-                setattr(tensor, _TAG, microbatch)
+                setattr(tensor, _TAG, (chunk, microbatch))
             return result
 
         return forward_step
@@ -69,9 +76,13 @@ class Regions:
                 return original(input_tensor, output_tensor, *args, **kw)
             self._finished += 1
             tagged = [getattr(t, _TAG, None) for t in _tensors(output_tensor)]
-            microbatch = next((m for m in tagged if m is not None), self._finished)
+            chunk, microbatch = next((t for t in tagged if t), (0, self._finished))
             with engine.at(phase="backward", microbatch=microbatch, layer="head"):
-                return original(input_tensor, output_tensor, *args, **kw)
+                if engine.strategy.defers_rest(chunk, microbatch, "backward"):
+                    engine.open_tape()
+                result = original(input_tensor, output_tensor, *args, **kw)
+                engine.close_tape()
+                return result
 
         return backward_step
 

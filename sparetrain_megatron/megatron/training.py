@@ -29,6 +29,7 @@ from ..config import SparetrainConfig
 from ..dmr.engine import Engine, UnprotectedOperator, Verdict
 from ..dmr.mismatch import Mismatch, device_name, host_name
 from ..dmr.second_device import SecondDevice
+from ..dmr.strategy import Everything
 from ..errors import EXIT_ABORTED, EXIT_EXHAUSTED, UsageError
 from ..faults.injector import Injector
 from ..faults.spec import FaultSpec
@@ -37,6 +38,7 @@ from ..report.events import EventLog
 from ..report.summary import Statistics, write_summary
 from ..report.terminal import interval_line, mismatch_line, print_summary, say
 from .optimizer import Discarded, OptimizerHooks
+from .pipeline import Pipeline
 from .preflight import check, megatron_version
 from .recompute import Recompute
 from .regions import Regions
@@ -99,8 +101,11 @@ class Protection:
             compiled.install()
             self.engine.set_executor = compiled.set_executor
         self._recompute = Recompute(self.engine, self.patches)
+        if self.config.effective_mode in ("coarse", "full"):
+            self._pipeline = Pipeline(self.engine, self.patches)
+            self.engine.strategy = Everything(rest=self.config.effective_mode == "full")
         self._validation = Validation(self.engine, self.patches)
-        self._regions = Regions(self.engine, self.patches)
+        self._regions = Regions(self.engine, self.patches, self._recompute)
         for name, wrapper in (
             ("setup_model_and_optimizer", self._setup),
             ("train_step", self._train_step),
@@ -153,6 +158,7 @@ class Protection:
             if group is not None and group.size() > 1:
                 engine.second_device.group = group
                 break
+        engine.deferred.mark_constants([p for chunk in model for p in chunk.parameters()])
         for chunk in model:
             buffers = [*chunk.buffers] if isinstance(chunk.buffers, list) else []
             buffers += getattr(chunk, "expert_parallel_buffers", [])

@@ -1,0 +1,93 @@
+"""Windows in the pipeline's sends and receives (D-DMR_inter).
+
+Every tensor between stages goes through ``P2PCommunicator._communicate``, which issues and waits.
+Here it issues without waiting, the window is served until all requests have completed, and only then
+it returns. Waiting for a late peer is a window like waiting for the wire, so bubbles count too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch.distributed as dist
+
+from ..dmr.engine import Engine
+from ..dmr.window import Waiter
+from ..patching import Patches
+
+
+class Pipeline:
+    """Installs the wrappers for one engine."""
+
+    def __init__(self, engine: Engine, patches: Patches) -> None:
+        from megatron.core.pipeline_parallel import p2p_communication
+
+        self._engine = engine
+        self._waiter: Waiter | None = None
+        self._configs: dict[int, Any] = {}
+        owner = p2p_communication.P2PCommunicator
+        original = owner._communicate
+        patches.replace(owner, "_communicate", functools.wraps(original)(self._wrap(original)))
+        issue = p2p_communication._p2p_ops
+        patches.replace(p2p_communication, "_p2p_ops", receives_first(issue))
+
+    def _wrap(self, original: Any) -> Any:
+        engine = self._engine
+
+        def communicate(communicator: Any, *, wait_on_reqs: bool = True, **what: Any) -> Any:
+            if not engine.is_active:
+                return original(communicator, wait_on_reqs=wait_on_reqs, **what)
+            config = communicator.config
+            communicator.config = self._unbatched(config)
+            try:
+                previous, following, requests = original(communicator, wait_on_reqs=False, **what)
+            finally:
+                communicator.config = config
+            if not wait_on_reqs:
+                return previous, following, requests
+            values = requests.values() if isinstance(requests, dict) else requests
+            self._wait([r for r in values or () if r is not None])
+            return previous, following, None
+
+        return communicate
+
+    def _unbatched(self, config: Any) -> Any:
+        """The same configuration with separate requests, which can be waited for one by one."""
+        found = self._configs.get(id(config))
+        if found is None:
+            found = self._configs[id(config)] = copy.copy(config)
+            found.batch_p2p_comm = False
+        return found
+
+    def _wait(self, requests: list[Any]) -> None:
+        if not requests:
+            return
+        self._engine.window_opens("inter")
+        if not self._engine.deferred:
+            for request in requests:
+                request.wait()
+        else:
+            self._waiter = self._waiter or Waiter()
+            done, finish = self._waiter.start(requests)
+            self._engine.deferred.serve(done.is_set)
+            finish()
+        self._engine.window_closes()
+
+
+def receives_first(issue: Any) -> Any:
+    """Posts receives before sends on gloo, which else serialises transfers of both directions."""
+
+    @functools.wraps(issue)
+    def p2p_ops(*, group: Any, **what: Any) -> Any:
+        if dist.get_backend(group) != "gloo":
+            return issue(group=group, **what)
+        nothing = {k: None for k in what if k.startswith(("tensor_send", "tensor_recv"))}
+        receives = {k: v for k, v in what.items() if k.startswith("tensor_recv")}
+        sends = {k: v for k, v in what.items() if k.startswith("tensor_send")}
+        requests = dict(issue(group=group, **{**what, **nothing, **receives}))
+        requests.update(issue(group=group, **{**what, **nothing, **sends}))
+        return requests
+
+    return p2p_ops
