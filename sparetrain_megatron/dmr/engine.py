@@ -307,8 +307,14 @@ class Engine:
     def first_pass(
         self, key: str, inputs: Sequence[torch.Tensor], outputs_only: bool = False
     ) -> FirstPass | None:
-        """Opens the first execution of a checkpointed segment; None if it is to run naively."""
+        """Opens the first execution of a checkpointed segment.
+
+        None if it is to run naively, or inside another one's: then it is executed again, and
+        compared, with that one.
+        """
         if not self.piggyback or not self.is_active or key in self._naive_segments:
+            return None
+        if any(isinstance(running, FirstPass) for running in self.passes):
             return None
         if self.collectives.arriving:
             self.collectives.look_at(inputs)
