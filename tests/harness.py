@@ -83,8 +83,9 @@ def run_case(
         timeout: Seconds after which all ranks are killed.
 
     Returns:
-        A result for each rank; a rank that died left no losses, hashes or value. Nothing is raised
-        when a rank fails: see ``RankResult.exit_code``, or use ``succeeded``.
+        A result for each rank. One that ended with an exception has its losses, but no hashes and
+        no value; one that was killed has neither. Nothing is raised when a rank fails: see
+        ``RankResult.exit_code``, or use ``succeeded``.
     """
     context = _fork_server()
     environment = {
@@ -224,6 +225,7 @@ def _run_rank(
     def live() -> None:
         nonlocal code, report
         record = TrainingRecord()
+        report = {"losses": record.losses}
         if before is not None:
             before(rank)
         record.attach()

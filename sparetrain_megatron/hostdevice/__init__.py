@@ -61,6 +61,7 @@ def install() -> None:
     surface.replace_streams(patches)
     surface.replace_random(patches)
     surface.replace_nccl(patches)
+    surface.keep_sent_tensors(patches)
     _installation = _Installation(patches, redirect.enter_everywhere(patches))
 
 

@@ -153,6 +153,24 @@ def replace_random(patches: Patches) -> None:
     patches.set(torch.cuda, "default_generators", (generator,) * 1024)
 
 
+def keep_sent_tensors(patches: Patches) -> None:
+    """A tensor that is being sent keeps its memory until it is sent.
+
+    Gloo holds the tensor object, and the pipeline's schedules replace that object's memory by a
+    dummy's (pipeline_parallel/schedules.py, ``deallocate_output_tensor``). In the interleaved
+    schedule 0.17 does so while the send is under way, which the order of a GPU's streams allows.
+    Here gloo gets an alias to hold.
+    """
+    send = dist.isend
+
+    @functools.wraps(send)
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return send(tensor.detach(), *args, **kwargs)
+
+    for module in (dist, dist.distributed_c10d):
+        patches.set(module, "isend", isend)
+
+
 def replace_nccl(patches: Patches) -> None:
     """Process groups asked of NCCL are made of gloo.
 

@@ -181,6 +181,19 @@ def test_process_groups_of_nccl_are_gloo(device: None, tmp_path) -> None:
         distributed.destroy_process_group()
 
 
+def test_a_tensor_that_is_being_sent_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    monkeypatch.setattr(torch.distributed, "isend", lambda tensor, dst: sent.append(tensor))
+    hostdevice.install()
+    try:
+        tensor = torch.ones(3)
+        torch.distributed.isend(tensor, 1)
+        tensor.data = torch.empty(1)
+        assert sent[0].tolist() == [1, 1, 1]
+    finally:
+        hostdevice.uninstall()
+
+
 @pytest.mark.filterwarnings("ignore:'pin_memory'")
 def test_a_data_loader_that_pins_memory_works(device: None) -> None:
     loader = DataLoader([torch.ones(2), torch.zeros(2)], batch_size=2, pin_memory=True)
