@@ -2,9 +2,9 @@
 
 A chunk is a set of parameters whose state fits a given size. Its old state is copied, the checker
 steps it, the old state is put back, the primary steps it; fingerprints of every operator and of the
-final state are compared. If they differ the chunk alone is put back and stepped again until two
-executions agree, so a fault here never costs an iteration, and no copy of the whole optimizer state
-is ever needed.
+final state are compared. If they differ the chunk alone is put back and stepped twice again, until
+the two agree, so a fault here never costs an iteration, and no copy of the whole optimizer state is
+ever needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,8 @@ from .piggyback import FirstPass, SecondPass
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+Digest: TypeAlias = tuple[int, ...]
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,17 +121,21 @@ class CheckedStep:
             saved = [self._save(p) for p in parameters]
         engine.held(sum(_bytes(s) for s in saved))
 
-        first = FirstPass("optimizer", (), execution="checker", method="naive")
-        digests = [self._run(first, parameters, settings)]
-        self._undo(saved, settings)
-        between = time.perf_counter()
-        second = SecondPass(first, execution="primary", method="naive")
-        digests.append(self._run(second, parameters, settings))
-        own = time.perf_counter() - between
-        found = self._found(digests)
-
         attempt, redone = engine.position.attempt, 0
-        while digests[-1] not in digests[:-1] and engine.repairs:
+        history: list[tuple[Digest, Digest, list[Mismatch]]] = []
+        while True:
+            first = FirstPass("optimizer", (), execution="checker", method="naive")
+            checker = self._run(first, parameters, settings)
+            self._undo(saved, settings)
+            between = time.perf_counter()
+            second = SecondPass(first, execution="primary", method="naive")
+            primary = self._run(second, parameters, settings)
+            own = time.perf_counter() - between
+            found = self._found(checker == primary)
+            if checker == primary or not engine.repairs:
+                break
+            # Both are run again: a fault that always hits one must not outvote the other.
+            history.append((checker, primary, found))
             redone += 1
             if redone > self._attempts:
                 self.exhausted = True
@@ -138,26 +144,28 @@ class CheckedStep:
             engine.position.attempt = attempt + redone
             engine.injector.begin(engine.position.iteration, attempt + redone)
             self._undo(saved, settings)
-            again = FirstPass("optimizer", (), execution="primary", method="naive")
-            digests.append(self._run(again, parameters, settings))
         engine.position.attempt = attempt
         if self._error is not None and not self.exhausted:
-            # Executions agreed on it (or nothing may be done): it is the training's own.
+            # Both executions raised it (or nothing may be done): it is the training's own.
             raise self._error
-        if redone and digests[-1] in digests[:2]:
-            for mismatch in found:
-                if mismatch.wrong == "unknown":
-                    mismatch.wrong = "primary" if digests[-1] == digests[0] else "checker"
+        for old_checker, old_primary, earlier in () if self.exhausted else history:
+            for mismatch in earlier:
+                if mismatch.wrong == "unknown" and primary in (old_checker, old_primary):
+                    mismatch.wrong = "primary" if primary == old_checker else "checker"
         if self.exhausted or not engine.repairs:
             # Left to the verdict: here nothing can be done about them.
             engine.ledger.mismatches.extend(found)
         engine.statistics.seconds_in_checks += time.perf_counter() - start - own
 
-    def _found(self, digests: list[tuple[int, ...]]) -> list[Mismatch]:
-        """What the first two executions' comparison found."""
+    def _found(self, equal: bool) -> list[Mismatch]:
+        """What the comparison of two executions found.
+
+        Args:
+            equal: Whether they ended in the same state.
+        """
         engine = self._engine
         found = engine.ledger.collect()
-        if not found and digests[0] != digests[1]:
+        if not found and not equal:
             mismatch = engine.reporter("step", "naive")()
             mismatch.note = "the optimizer's state differs after two executions of its step"
             engine.ledger.record(mismatch)
@@ -169,7 +177,7 @@ class CheckedStep:
         running: FirstPass | SecondPass,
         parameters: list[torch.Tensor],
         settings: list[dict[str, Any]],
-    ) -> tuple[int, ...]:
+    ) -> Digest:
         """Executes the step once; returns the fingerprint of all that it may have written.
 
         An error counts as a result too: a wrong number may be one that an operator refuses.
@@ -215,7 +223,7 @@ class CheckedStep:
             for group, values in zip(self._optimizer.param_groups, settings):
                 _set(group, values)
 
-    def _digest(self, parameters: list[torch.Tensor]) -> tuple[int, ...]:
+    def _digest(self, parameters: list[torch.Tensor]) -> Digest:
         """Fingerprints of parameters, state and settings; makes the host wait on a device."""
         words: list[Any] = []
         with self._engine.paused():
