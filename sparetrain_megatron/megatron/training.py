@@ -329,17 +329,17 @@ class Protection:
     def _verify_parameters(self) -> None:
         """The third verdict: parameters as copied and gathered; repaired, since the inner step stood."""
         engine = self.engine
-        for attempt in range(1, self.config.max_rollbacks + 2):
+        for repairs in range(self.config.max_rollbacks + 1):
             exhausted = self._any(self._hooks.exhausted)
             verdict = engine.verdict()
             if exhausted:
                 self._stop(EXIT_EXHAUSTED, verdict, "parameters")
             if not self._takes_back(verdict, "parameters"):
                 return
-            if attempt > self.config.max_rollbacks:
+            if repairs == self.config.max_rollbacks:
                 self._stop(EXIT_EXHAUSTED, verdict, "parameters")
             self._emit_verdict(verdict, "parameters", "rollback")
-            iteration = engine.position.iteration
+            iteration, attempt = engine.position.iteration, engine.position.attempt
             self._event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
             engine.discard()
             engine.begin(iteration, attempt + 1)
