@@ -19,6 +19,7 @@ ranks of a group, so they can't deadlock; nothing here depends on a rank's own t
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from .fingerprint import fingerprint
 from .mismatch import Mismatch
 from .operators import Operator, tensors_of
 from .position import Position
+from .window import Waiter
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -69,7 +71,7 @@ class _Arrival:
     high: int
     reduction: bool
     settle: Callable[[torch.Tensor], None]
-    repeats: Sequence[Callable[[], None]]  # wait for what was issued in addition
+    transfers: Sequence[_Transfer]  # what brings it, and its repetitions
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,6 +98,9 @@ class Collectives:
         self._point_to_point: set[tuple[str, int]] = set()
         self._collective_groups: set[str] = set()
         self._reductions_seen: dict[str, int] = defaultdict(int)
+        self.ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._spans: dict[str, bool] = {}
+        self._waiter: Waiter | None = None
         self._sending: list[_Transfer] = []  # repetitions that nothing arrives from
 
     # --- issuing -------------------------------------------------------------------------------------
@@ -117,9 +122,44 @@ class Collectives:
             return self._alone(name, func, args, kwargs, named)
         self._groups[group.group_name] = group
         call = _Transfer(name, func, args, kwargs, named, group)
-        if name in _REDUCTIONS:
-            return self._reduction(call)
-        return self._moved(call)
+        output = self._reduction(call) if name in _REDUCTIONS else self._moved(call)
+        if not named.get("async_op", True):
+            # The caller waits as soon as we return: a window.
+            self._serve(call)
+        return output
+
+    def _serve(self, call: _Transfer) -> None:
+        engine = self._engine
+        engine.window_opens("inter" if self.spans_hosts(call.group) else "intra", call.name)
+        if engine.deferred:
+            transfers = [call, *call.repeats]
+            if call.name == "reduce_scatter":
+                # Gloo delivers it by a copy when it is waited for, and never says it is complete.
+                self._waiter = self._waiter or Waiter()
+                done, finish = self._waiter.start(transfers)
+                engine.deferred.serve(done.is_set)
+                finish()
+            else:
+                engine.deferred.serve(lambda: all(t.completed for t in transfers))
+        engine.window_closes()
+
+    def spans_hosts(self, group: Any) -> bool:
+        """Whether a group has ranks on several hosts."""
+        key = group.group_name
+        if key not in self._spans:
+            local = self.ranks_per_host
+            hosts = {rank // local for rank in dist.get_process_group_ranks(group)}
+            self._spans[key] = len(hosts) > 1
+        return self._spans[key]
+
+    def in_flight(self) -> bool:
+        """Whether sums of gradients are still on their way."""
+        return any(
+            not transfer.completed
+            for waiting in self.arriving.values()
+            for arrival in waiting
+            for transfer in arrival.transfers
+        )
 
     def _alone(self, name: str, func: Any, args: tuple, kwargs: dict, named: dict) -> Any:
         """A group of one: nothing moves; what is left is a copy on this device."""
@@ -145,7 +185,8 @@ class Collectives:
             # Forward and recompute reduce the same values: the second pass is the second reduction.
             output = call.issue()
             observe = engine.observe_later(name)
-            self._arrive_all(results, name, observe if defined else lambda tensors: observe([]))
+            settle = observe if defined else lambda tensors: observe([])
+            self._arrive_all(results, name, settle, [call])
             engine.statistics.reductions_checked += engine.passes[-1].second
             return output
         if not integers and not self._chosen(call.group.group_name):
@@ -167,7 +208,7 @@ class Collectives:
             for mine in tensors if defined else ():
                 self._agree(mine, [repeat.of(mine) for repeat in repeats], report)
 
-        self._arrive_all(results, name, compare, [repeat.wait for repeat in repeats])
+        self._arrive_all(results, name, compare, [call, *repeats])
         if engine.passes:
             self._arrive_all(results, None, engine.observe_later(name))
         return output
@@ -212,7 +253,7 @@ class Collectives:
                 channel = self._sent[key, peer]
                 channel.digests.append(digest)
                 channel.places.append((name, None))
-        repeats = [call.repeat() for _ in range(2)] if call.integers else []
+        repeats = call.repeats = [call.repeat() for _ in range(2)] if call.integers else []
         output = call.issue()
         for repeat in repeats:
             repeat.issue()
@@ -244,7 +285,7 @@ class Collectives:
                 if observe is not None and left[0] == 0:
                     observe([t for _, t in arrivals])
 
-            self._arrive(tensor, name, settle, [repeat.wait for repeat in repeats], place)
+            self._arrive(tensor, name, settle, [call, *repeats], place)
         if not arrivals:
             self._sending.extend(repeats)
         engine.statistics.communications_checked += len(arrivals)
@@ -257,7 +298,7 @@ class Collectives:
         tensor: torch.Tensor,
         name: str | None,
         settle: Callable[[torch.Tensor], None],
-        repeats: Sequence[Callable[[], None]] = (),
+        transfers: Sequence[_Transfer] = (),
         place: Position | None = None,
     ) -> None:
         """Has a result looked at when it is first used.
@@ -285,7 +326,7 @@ class Collectives:
         low = tensor.storage_offset() * tensor.element_size()
         high = low + bits.span(tensor) * tensor.element_size()
         storage = tensor.untyped_storage()._cdata
-        arrival = _Arrival(tensor, storage, low, high, name in _REDUCTIONS, looked_at, repeats)
+        arrival = _Arrival(tensor, storage, low, high, name in _REDUCTIONS, looked_at, transfers)
         self.arriving.setdefault(storage, []).append(arrival)
 
     def _arrive_all(
@@ -293,7 +334,7 @@ class Collectives:
         tensors: list[torch.Tensor],
         name: str | None,
         settle: Callable[[list[torch.Tensor]], None],
-        repeats: Sequence[Callable[[], None]] = (),
+        transfers: Sequence[_Transfer] = (),
     ) -> None:
         """As :meth:`_arrive` for results that are looked at together; the originals are passed on."""
         left = [len(tensors)]
@@ -304,7 +345,7 @@ class Collectives:
                 settle(tensors)
 
         for tensor in tensors:
-            self._arrive(tensor, name, one, repeats)
+            self._arrive(tensor, name, one, transfers)
 
     def touch(self, operator: Operator, args: tuple, kwargs: dict[str, Any]) -> None:
         """An operator is about to read or write these: looks at results among them first.
@@ -456,8 +497,8 @@ class Collectives:
         """Drops everything: the iteration is discarded, and the framework has ended its transfers."""
         for waiting in self.arriving.values():
             for arrival in waiting:
-                for wait in arrival.repeats:
-                    wait()
+                for transfer in arrival.transfers[1:]:
+                    transfer.wait()
         self.arriving.clear()
         self.forget()
 
@@ -480,6 +521,7 @@ class _Transfer:
     ) -> None:
         self.name, self.func, self.args, self.kwargs = name, func, args, kwargs
         self.named, self.group = named, group
+        self.repeats: list[_Transfer] = []
         self._copies: dict[int, torch.Tensor] = {}
         self._work: Any = None
 
@@ -521,6 +563,10 @@ class _Transfer:
         result = self.func(*self.args, **self.kwargs)
         self._work = _work_of(result)
         return result
+
+    @property
+    def completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         if self._work is not None:

@@ -26,7 +26,11 @@ _clock = time.perf_counter
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
     """Nothing of autograd and no function or dispatch mode takes part in a replay."""
-    with torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
         yield
 
 
@@ -57,41 +61,54 @@ class Deferred:
         self._found: list[Leaving] = []
         self._readers: dict[int, set[Tape]] = defaultdict(set)
         self._bytes: dict[int, int] = {}
-        self._constants: set[int] = set()
+        self.constants: set[int] = set()
 
     def __bool__(self) -> bool:
         return self._running is not None or bool(self._pending)
 
     def mark_constants(self, tensors: Sequence[torch.Tensor]) -> None:
         """Storages that live through the step anyway: parameters, tables."""
-        self._constants.update(t.untyped_storage()._cdata for t in tensors)
+        self.constants.update(t.untyped_storage()._cdata for t in tensors)
 
     # --- adding ----------------------------------------------------------------------------------
+
+    def fits(self, tape: Tape) -> bool:
+        """Whether a tape can be held beside what is pending, its replay's own memory included."""
+        if self.budget is None:
+            return True
+        need = self.held_bytes + tape.held_bytes + max(self._transient, tape.transient_bytes)
+        return need <= self.budget
+
+    @property
+    def _transient(self) -> int:
+        return max((tape.transient_bytes for tape in self._pending), default=0)
+
+    def demote(self) -> None:
+        """Executes the oldest pending tape's next operator at once."""
+        start = _clock()
+        with below_autograd():
+            self.unit()
+        seconds = _clock() - start
+        self.outside["demoted"] += seconds
+        self.operators["demoted"] += 1
+        self._engine.statistics.seconds_in_checks += seconds
 
     def push(self, tape: Tape) -> None:
         """Takes a closed tape; executes older ones first where memory would not suffice."""
         if not tape.computing:
             return
-        new = {k: n for k, n in tape.storages().items() if k not in self._constants}
-        if self.budget is not None:
-            while self and self.held_bytes + self._more(new) > self.budget:
-                self._step("demoted")
-            if self._more(new) + self.held_bytes > self.budget:
-                self._pending.append(tape)
-                self._index(tape, {})
-                self.drain("demoted")
-                return
+        while self and not self.fits(tape):
+            self.demote()
+        fits = self.fits(tape)
         self._pending.append(tape)
-        self._index(tape, new)
+        self._index(tape)
+        if not fits:
+            self.drain("demoted")
 
-    def _more(self, new: dict[int, int]) -> int:
-        return sum(n for k, n in new.items() if k not in self._bytes)
-
-    def _index(self, tape: Tape, new: dict[int, int]) -> None:
-        for key in tape.storages():
+    def _index(self, tape: Tape) -> None:
+        for key, size in tape.storages().items():
             self._readers[key].add(tape)
-        for key, size in new.items():
-            if key not in self._bytes:
+            if key not in self.constants and key not in self._bytes:
                 self._bytes[key] = size
                 self.held_bytes += size
         self._engine.held(self.held_bytes)
@@ -147,8 +164,8 @@ class Deferred:
             return
         place = tape.position.copy()
         place.phase = "held"
-        for i, tensor in enumerate(tape.held):
-            if tensor is not None and tensor.untyped_storage()._cdata not in self._constants:
+        for tensor in tape.held:
+            if tensor is not None and tensor.untyped_storage()._cdata not in self.constants:
                 # What is held alone is what can go wrong unseen: a copy takes the fault.
                 copy = tensor.clone(memory_format=torch.preserve_format)
                 if injector.visit(place, "boundary", "checker", [copy]):
@@ -171,14 +188,6 @@ class Deferred:
         self._readers[storage._cdata] = {tape}
         self._bytes[storage._cdata] = storage.nbytes()
         self.held_bytes += storage.nbytes()
-
-    def _step(self, why: str) -> bool:
-        start = _clock()
-        with below_autograd():
-            more = self.unit()
-        self.outside[why] += _clock() - start
-        self.operators[why] += more
-        return more
 
     def drain(self, why: str = "drained") -> None:
         """Executes everything pending, on the critical path."""

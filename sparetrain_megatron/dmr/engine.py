@@ -276,13 +276,27 @@ class Engine:
     def open_tape(self) -> None:
         """Operators are recorded from now on, and executed again in a window."""
         self.cut_tape()
-        self.tape = Tape(self.position)
+        self.tape = Tape(self.position, self.deferred.constants)
 
     def cut_tape(self) -> None:
         """Ends the open tape, if there is one, and begins the next."""
         if self.tape is not None and self.tape.entries:
             self.close_tape()
-            self.tape = Tape(self.position)
+            self.tape = Tape(self.position, self.deferred.constants)
+
+    def within_budget(self, tape: Tape) -> bool:
+        """Makes room for what the open tape holds; ends it, and deferral of its region, if it can't.
+
+        Called while recording, where there is a budget.
+        """
+        deferred = self.deferred
+        while deferred and not deferred.fits(tape):
+            deferred.demote()
+        if deferred.fits(tape):
+            return True
+        self.close_tape()
+        deferred.drain("demoted")
+        return False
 
     def close_tape(self) -> None:
         """Ends recording."""
@@ -296,8 +310,13 @@ class Engine:
                 self.deferred.push(tape)
             self.statistics.seconds_in_checks += time.perf_counter() - start
 
-    def window_opens(self, kind: str) -> None:
-        """This rank begins to wait for communication between nodes or inside one."""
+    def window_opens(self, kind: str, name: str) -> None:
+        """This rank begins to wait for communication.
+
+        Args:
+            kind: ``inter`` or ``intra``: whether it crosses hosts.
+            name: ``all_reduce``, ``recv_forward``, …
+        """
 
     def window_closes(self) -> None:
         """The wait is over."""
@@ -536,6 +555,9 @@ class Engine:
             final: All communication of the iteration has been waited for, sums of gradients too.
         """
         self.close_tape()
+        if self.deferred and self.collectives.in_flight():
+            # Gradients are being summed meanwhile: a window.
+            self.deferred.serve(lambda: not self.collectives.in_flight())
         self.deferred.drain()
         start = time.perf_counter()
         with self.paused(), torch.no_grad():

@@ -89,8 +89,7 @@ class Interceptor(TorchDispatchMode):
                 return self._recorded(engine.tape, operator, func, args, kwargs)
             if engine.passes:
                 return self._once(operator, func, args, kwargs)
-            run = naive.mutating if mutating else naive.pure
-            return run(engine, operator, func, args, kwargs)
+            return naive.run(engine, operator, func, args, kwargs)
         finally:
             if accumulates:
                 position.phase = phase
@@ -160,6 +159,8 @@ class Interceptor(TorchDispatchMode):
         state = naive.generator_of(args, kwargs).get_state() if operator.random else None
         encoded = tape.encode(args)
         named = {name: tape.encode(value) for name, value in kwargs.items()}
+        if engine.deferred.budget is not None and not engine.within_budget(tape):
+            return naive.run(engine, operator, func, args, kwargs)
         between = _clock()
         output = func(*args, **kwargs)
         resumed = _clock()

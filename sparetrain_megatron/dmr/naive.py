@@ -80,6 +80,12 @@ def generator_of(args: tuple, kwargs: dict[str, Any]) -> torch.Generator:
     return torch.default_generator
 
 
+def run(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs an operator that computes twice, as its class asks."""
+    execute = mutating if operator.kind is Kind.MUTATING else pure
+    return execute(engine, operator, func, args, kwargs)
+
+
 def pure(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
     """Runs an operator without side effects twice; returns the primary's result."""
     state = None

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bits
 from .fingerprint import Fingerprint, fingerprint
 from .mismatch import Mismatch
 from .naive import generator_of, results
@@ -92,15 +91,20 @@ class Tape:
         entries: The operators.
         held: For each slot the held tensor, or None for an internal one.
         computing: How many entries compute something.
+        held_bytes: What the boundary holds, constants left out.
+        transient_bytes: The most that a replay allocates at one time.
     """
 
-    def __init__(self, position: Position) -> None:
+    def __init__(self, position: Position, constants: Set[int] = frozenset()) -> None:
+        self._constants = constants
+        self._sizes: dict[int, int] = {}
         self.position = position.copy()
         self.entries: list[Entry] = []
         self.held: list[torch.Tensor | None] = []
         self.leaving: list[Leaving] = []
         self.computing = 0
-        self.bytes_written = 0
+        self.held_bytes = 0
+        self.transient_bytes = 0
         self._slots: dict[int, int] = {}
         self._alive: dict[int, Any] = {}  # weak references to internal storages
         self._bases: dict[int, Ref] = {}  # whole-storage geometry of internal slots
@@ -121,6 +125,8 @@ class Tape:
                 slot = self._slots[key] = len(self.held)
                 # Detached: the framework may swap the memory of the tensor it passed.
                 self.held.append(value.detach())
+                if key not in self._constants:
+                    self.held_bytes += value.untyped_storage().nbytes()
             return Ref(slot, value)
         if isinstance(value, (list, tuple)):
             return type(value)([self.encode(item) for item in value])
@@ -153,9 +159,9 @@ class Tape:
             slot = self._slots[key] = len(self.held)
             self.held.append(None)
             self._alive[slot] = storage._weak_ref()
+            self._sizes[slot] = storage.nbytes()
             if computes:
                 self._bases[slot] = Ref(slot, tensor)
-                self.bytes_written += storage.nbytes()
             else:
                 self._partial[slot] = []
             outputs.append(slot)
@@ -231,6 +237,11 @@ class Tape:
             if slot in internal:
                 drops[i].append(slot)
         self._checks, self._drops = dict(checks), dict(drops)
+        live = 0
+        for i, entry in enumerate(self.entries):
+            live += sum(self._sizes[slot] for slot in entry.outputs if slot is not None)
+            self.transient_bytes = max(self.transient_bytes, live)
+            live -= sum(self._sizes[slot] for slot in self._drops.get(i, ()))
 
     # --- what it holds ---------------------------------------------------------------------------
 
@@ -343,7 +354,3 @@ def _refs(value: Any) -> list[Ref]:
 def _on_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(bits.span(t) * t.element_size() for t in tensors)

@@ -48,7 +48,8 @@ class Pipeline:
             if not wait_on_reqs:
                 return previous, following, requests
             values = requests.values() if isinstance(requests, dict) else requests
-            self._wait([r for r in values or () if r is not None])
+            name = "+".join(requests) if isinstance(requests, dict) else "p2p"
+            self._wait(communicator.pp_group, name, [r for r in values or () if r is not None])
             return previous, following, None
 
         return communicate
@@ -61,10 +62,11 @@ class Pipeline:
             found.batch_p2p_comm = False
         return found
 
-    def _wait(self, requests: list[Any]) -> None:
+    def _wait(self, group: Any, name: str, requests: list[Any]) -> None:
         if not requests:
             return
-        self._engine.window_opens("inter")
+        crosses = self._engine.collectives.spans_hosts(group)
+        self._engine.window_opens("inter" if crosses else "intra", name)
         if not self._engine.deferred:
             for request in requests:
                 request.wait()

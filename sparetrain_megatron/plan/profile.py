@@ -188,6 +188,10 @@ class Run(Data):
     layer: int | str | None = None
     """Number of the transformer layer from 1, `embedding`, `head`, or None."""
 
+    drains: bool = False
+    """Whether everything pending must be checked before this region. Clipping and the optimizer
+    always have it so."""
+
 
 class Costs(Data):
     """What protection itself costs on the critical path."""
