@@ -8,10 +8,7 @@ from tests.harness import RankResult, succeeded
 from tests.megatron_cases import CASES
 from tests.protection import ProtectedRun, assert_same_training, bits, protected, unprotected
 
-FULL_RECOMPUTE = {name for name, case in CASES.items() if "granularity full" in case.flags}
-SELECTIVE_RECOMPUTE = {
-    name for name, case in CASES.items() if "granularity selective" in case.flags
-}
+RECOMPUTE = {name for name, case in CASES.items() if "--recompute-granularity" in case.flags}
 # Without recompute the two modes are the same.
 MATRIX = [(name, "piggyback") for name in CASES] + [
     (name, "naive") for name in CASES if name in RECOMPUTE
