@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import pickle
 import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -206,7 +207,8 @@ def digest_of(results: Sequence[torch.Tensor]) -> int:
 
 def _packed(value: Any, device: torch.device) -> torch.Tensor:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    # torch.save's own default protocol can't write a memory format, which many calls have.
+    torch.save(value, buffer, pickle_protocol=pickle.DEFAULT_PROTOCOL)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
 
 
