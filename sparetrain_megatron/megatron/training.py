@@ -380,16 +380,17 @@ class Protection:
             engine.discard()
             self._snapshot.restore(self._optimizer)
             self._validation.forget()
-        if any(m.method == "communication" for m in verdict.mine) or self._overlapped_gather():
-            # The parameters themselves may have arrived wrong.
-            with engine.paused():
-                self._hooks.write_parameters(self._model)
         if self.rank == 0:
             say(
                 f"iteration {iteration} is discarded on all ranks and repeated "
                 f"(attempt {attempt + 1} of {self.config.max_rollbacks + 1})"
             )
         engine.begin(iteration, attempt + 1)
+        if self._overlapped_gather():
+            # The parameters themselves may have arrived wrong: what overlaps with the forward is
+            # looked at by this iteration's verdict alone. This gathering belongs to the next one.
+            with engine.at(phase="optimizer", layer=None):
+                self._hooks.write_parameters(self._model)
 
     def _overlapped_gather(self) -> bool:
         return any(
