@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -19,10 +20,10 @@ from . import naive
 from .collectives import Collectives
 from .deferred import Deferred
 from .fingerprint import fingerprint
-from .interceptor import Interceptor
+from .interceptor import Guarded, Interceptor
 from .ledger import Ledger
 from .mismatch import Mismatch
-from .operators import Operator
+from .operators import Kind, Operator
 from .piggyback import Digests, Entry, FirstPass, SecondPass, same
 from .position import Position
 from .second_device import Call, SecondDevice, combine
@@ -125,7 +126,6 @@ class Engine:
         self.second_device = second_device or SecondDevice()
         self.device = torch.device("cpu")
         self.set_executor: Callable[[Any], Any] | None = None
-        """``compiled.set_executor``, where compiled graphs are to be protected."""
         self.position = Position()
         self.ordinal = 0
         self.passes: list[FirstPass | SecondPass] = []
@@ -141,7 +141,8 @@ class Engine:
         self._open: dict[int, FirstPass] = {}
         self._naive_segments: set[str] = set()
         self._evidence: dict[tuple, int] = {}
-        self._counts: dict[str, dict[str, int]] = {}
+        self._counts: dict[str, dict[Operator, int]] = defaultdict(lambda: defaultdict(int))
+        self._once: dict[str, int] = defaultdict(int)
 
     # --- switching on and off ------------------------------------------------------------------------
 
@@ -213,26 +214,34 @@ class Engine:
         self.cut_tape()
         return naive.graph(self, name, call)
 
+    def protect_compiled(self, set_executor: Callable[[Any], Any]) -> None:
+        """Has compiled graphs executed by :meth:`run`.
+
+        Args:
+            set_executor: ``compiled.set_executor``.
+        """
+        self.set_executor = set_executor
+        self._interceptor = Guarded(self)
+
     # --- counting ------------------------------------------------------------------------------------
 
     def count(self, method: str, operator: Operator, seconds: float) -> None:
-        kind = "random" if operator.random else operator.kind.value
-        counts = self._counts.get(method)
-        if counts is None:
-            counts = self._counts[method] = {}
-        counts[kind] = counts.get(kind, 0) + 1
+        self._counts[method][operator] += 1
         self.statistics.seconds_in_checks += seconds
 
     def count_once(self, name: str) -> None:
-        run_once = self.statistics.run_once
-        run_once[name] = run_once.get(name, 0) + 1
+        self._once[name] += 1
 
     def flush_counts(self) -> None:
         """Moves the counts of checks into the statistics."""
         for method, counts in self._counts.items():
-            for kind, number in counts.items():
-                self.statistics.count_check(method, kind, number)
-        self._counts = {}
+            for operator, number in counts.items():
+                self.statistics.count_check(method, operator.kind_name, number)
+        self._counts.clear()
+        run_once = self.statistics.run_once
+        for name, number in self._once.items():
+            run_once[name] = run_once.get(name, 0) + number
+        self._once.clear()
 
     def held(self, size: int) -> None:
         """A check holds this many bytes now."""
@@ -613,4 +622,4 @@ class Engine:
         self.tape = None
 
 
-_ANY = Operator("", kind=None)  # type: ignore[arg-type]
+_ANY = Operator("", Kind.PURE)

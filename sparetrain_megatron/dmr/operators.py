@@ -89,7 +89,7 @@ _ELEMENTWISE = {
 }
 
 
-@dataclasses.dataclass(slots=True, frozen=True)
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Operator:
     """What is known of one operator overload.
 
@@ -112,6 +112,17 @@ class Operator:
     fresh: bool = True
     undefined_outputs: tuple[int, ...] = ()
     elementwise: bool = False
+    mutating: bool = dataclasses.field(init=False)
+    runs_once: bool = dataclasses.field(init=False)
+    kind_name: str = dataclasses.field(init=False)
+    """What it counts as in reports."""
+
+    def __post_init__(self) -> None:
+        # Asked for every operator of the step.
+        kind = self.kind
+        object.__setattr__(self, "mutating", kind is Kind.MUTATING)
+        object.__setattr__(self, "runs_once", kind in RUN_ONCE)
+        object.__setattr__(self, "kind_name", "random" if self.random else kind.value)
 
     def written_tensors(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call with these arguments writes, lists flattened."""

@@ -72,6 +72,7 @@ class Entry:
     outputs: list[int | None]
     state: torch.Tensor | None
     phase: str
+    reads: list[int]
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,6 +99,7 @@ class Tape:
     def __init__(self, position: Position, constants: Set[int] = frozenset()) -> None:
         self._constants = constants
         self._sizes: dict[int, int] = {}
+        self._reads: list[int] = []  # slots of the arguments encoded since the last record
         self.position = position.copy()
         self.entries: list[Entry] = []
         self.held: list[torch.Tensor | None] = []
@@ -127,6 +129,7 @@ class Tape:
                 self.held.append(value.detach())
                 if key not in self._constants:
                     self.held_bytes += value.untyped_storage().nbytes()
+            self._reads.append(slot)
             return Ref(slot, value)
         if isinstance(value, (list, tuple)):
             return type(value)([self.encode(item) for item in value])
@@ -173,7 +176,8 @@ class Tape:
                     for ref in _refs(value):
                         if ref.slot in self._partial:
                             self._partial[ref.slot].append(ref)
-        self.entries.append(Entry(operator, func, args, kwargs, outputs, state, phase))
+        reads, self._reads = self._reads, []
+        self.entries.append(Entry(operator, func, args, kwargs, outputs, state, phase, reads))
 
     def mark(self, tensor: torch.Tensor, digest: Fingerprint | None = None) -> None:
         """A value leaves the tape here, with the bits it has now."""
@@ -222,8 +226,8 @@ class Tape:
         """Computes when each value is compared and when it may be dropped during a replay."""
         last: dict[int, int] = {}
         for i, entry in enumerate(self.entries):
-            for ref in _refs((entry.args, tuple(entry.kwargs.values()))):
-                last[ref.slot] = i
+            for slot in entry.reads:
+                last[slot] = i
             for slot in entry.outputs:
                 if slot is not None:
                     last[slot] = i

@@ -99,7 +99,7 @@ class Protection:
             from ..dmr import compiled  # brings Inductor with it
 
             compiled.install()
-            self.engine.set_executor = compiled.set_executor
+            self.engine.protect_compiled(compiled.set_executor)
         self._recompute = Recompute(self.engine, self.patches)
         if self.config.effective_mode in ("coarse", "full"):
             self._pipeline = Pipeline(self.engine, self.patches)
