@@ -1,0 +1,312 @@
+"""What protection costs when second executions run while a rank waits for the network.
+
+Trains a Llama-style model with real Megatron on two pipeline stages, each on a "host" of its own:
+two network namespaces of this machine, joined by a link whose rate is chosen so that an unprotected
+step is idle for the asked share of its time. The modes alternate step by step in the same two
+processes.
+
+    python benchmarks/overlap.py --idle 68 --steps 20 --json FILE --picture FILE
+
+Needs root and iproute2 (`ip`, `tc`); without them the link is emulated, and the output says so.
+
+What the figures mean:
+
+ratio                a step's wall time ÷ the unprotected step's of the same round (of the slower
+                     rank each); the median
+ratio_spread         its lower and upper quartile
+critical_path_share  checkers' time outside of windows, by timers, ÷ the unprotected step; the rank
+                     with more of it. Waiting for the other rank at a verdict is left out:
+                     unprotected, the same wait is in the gradients' norm
+busy_growth          growth of the processor time outside of windows, ÷ the unprotected step: it
+                     has what no timer sees (interception)
+in_window_share      seconds of replays inside windows ÷ seconds of replays
+naive_share          naive checks and the optimizer's second step ÷ all checkers' time
+peak_held_bytes      the most that waiting second executions held on one rank
+floor                checks that fit in no window ÷ the unprotected step: naive checks (which can't
+                     be deferred, or this mode does not) and, from a recorded step, the work that
+                     even the best order could not have put into the windows that came after it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from timeline import draw, unhidden
+from two_hosts import LinkError, hosts
+
+MODES = ("unprotected", "naive", "piggyback", "coarse", "full")
+HERE = Path(__file__).resolve().parent
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; ``idle`` becomes a share, ``modes`` a list with ``unprotected``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--idle", type=float, default=68, help="%% of an unprotected step")
+    parser.add_argument("--steps", type=int, default=20, help="counted steps of each mode")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path, help="timeline of one iteration; needs matplotlib")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--link", choices=("auto", "namespaces", "emulated"), default="auto")
+    parser.add_argument("--rate", type=float, default=0, help="bit/s; not chosen by --idle then")
+    options = parser.parse_args(arguments)
+    if not 0 < options.idle < 100:
+        parser.error("--idle: between 0 and 100")
+    if options.steps < 1 or options.microbatches < 1:
+        parser.error("--steps and --microbatches: at least 1")
+    options.idle /= 100
+    modes = options.modes.split(",")
+    unknown = [m for m in modes if m not in MODES]
+    if unknown:
+        parser.error(f"--modes: {', '.join(unknown)}; there are {', '.join(MODES)}")
+    options.modes = [m for m in MODES if m in modes or m == "unprotected"]
+    return options
+
+
+def main() -> None:
+    options = parse()
+    try:
+        found = measure(options)
+    except LinkError as error:
+        sys.exit(f"overlap.py: {error}")
+    result = summary(found, options)
+    print_table(result)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    if options.picture:
+        shown = [m for m in ("unprotected", options.modes[-1]) if m in options.modes]
+        steps = {m: [rank["recorded"][m] for rank in found["ranks"]] for m in dict.fromkeys(shown)}
+        draw(steps, headline(result), options.picture)
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs both ranks to their end and returns what the first one wrote.
+
+    Raises:
+        LinkError: The link could not be made.
+        SystemExit: A rank failed.
+    """
+    with hosts(options.link) as pair, tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "steps.json"
+        settings = {k: v for k, v in vars(options).items() if k not in ("json", "picture")}
+        settings |= {"out": str(out), "link": pair.kind}
+        ranks: list[subprocess.Popen] = []
+        try:
+            for rank in range(2):
+                prefix, environment = pair.launch(rank)
+                environment |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_WORLD_SIZE": "2",
+                    "OMP_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "PYTHONWARNINGS": "ignore",
+                }
+                words = [sys.executable, str(HERE / "overlap_rank.py"), json.dumps(settings)]
+                settled = os.environ | environment
+                quiet = subprocess.DEVNULL  # Megatron's own chatter; progress goes to stderr
+                ranks.append(
+                    subprocess.Popen(prefix + words, env=settled, stdout=quiet, cwd=folder)
+                )
+            wait(ranks)
+        finally:
+            stop(ranks)
+        return json.loads(out.read_text()) | {"link": pair.kind}
+
+
+def wait(ranks: list[subprocess.Popen]) -> None:
+    """Waits for all ranks.
+
+    Raises:
+        SystemExit: One failed; the others would wait for it.
+    """
+    while any(rank.poll() is None for rank in ranks):
+        if any(rank.poll() for rank in ranks):
+            break
+        time.sleep(0.2)
+    for number, rank in enumerate(ranks):
+        if rank.poll():
+            sys.exit(f"overlap.py: rank {number} failed with exit code {rank.returncode}")
+
+
+def stop(ranks: list[subprocess.Popen]) -> None:
+    """Ends what still runs."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    for rank in ranks:
+        try:
+            rank.wait(10)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+# --- evaluating ----------------------------------------------------------------------------------
+
+
+def summary(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of all modes, from both ranks' steps."""
+    ranks = found["ranks"]
+    base = wall_times(ranks, "unprotected")
+    unprotected = statistics.median(base)
+    idle = [_median(_steps(r, "unprotected"), "waiting") / unprotected for r in ranks]
+    blocked = [1 - _median(_steps(r, "unprotected"), "cpu") / unprotected for r in ranks]
+    result: dict[str, Any] = {
+        "schema": 1,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread per rank",
+        "load_average": os.getloadavg()[1],
+        "link": found["link"],
+        "bits_per_second": found["rate"],
+        "calibration": found["calibration"],
+        "settings": {
+            k: v for k, v in vars(options).items() if k not in ("json", "picture", "link", "rate")
+        },
+        "idle_share": statistics.mean(idle),
+        "idle_share_by_rank": idle,
+        "blocked_share_by_rank": blocked,
+        "step_s": unprotected,
+        "peak_process_bytes": [r["peak_process_bytes"] for r in ranks],
+        "modes": {},
+    }
+    for mode in options.modes:
+        ratios = [a / b for a, b in zip(wall_times(ranks, mode), base)]
+        parts = [rank_figures(r, mode, unprotected) for r in ranks]
+        replays = sum(p["replays_s"] for p in parts)
+        checkers = sum(p["checkers_s"] for p in parts)
+        result["modes"][mode] = {
+            "ratio": statistics.median(ratios),
+            "ratio_spread": quartiles(ratios),
+            "critical_path_share": max(p["critical_path_share"] for p in parts),
+            "busy_growth": max(p["busy_growth"] for p in parts),
+            "in_window_share": sum(p["in_windows_s"] for p in parts) / replays if replays else 0.0,
+            "naive_share": sum(p["naive_s"] for p in parts) / checkers if checkers else 0.0,
+            "peak_held_bytes": max(p["peak_held_bytes"] for p in parts),
+            "floor": max(p["floor"] for p in parts),
+            "ranks": parts,
+        }
+    return result
+
+
+def rank_figures(rank: dict[str, Any], mode: str, unprotected: float) -> dict[str, Any]:
+    """One rank's figures in one mode: medians over its steps; shares of the unprotected step."""
+    steps, recorded = _steps(rank, mode), rank["recorded"][mode]
+    categories = sorted({c for s in steps for c in s["by_category"]})
+    by_category = {
+        c: statistics.median(s["by_category"].get(c, 0.0) for s in steps) for c in categories
+    }
+    reasons = sorted({c for s in steps for c in s["outside"]})
+    outside = {c: statistics.median(s["outside"].get(c, 0.0) for s in steps) for c in reasons}
+    places = sorted({c for s in steps for c in s["operators"]})
+    operators = {c: statistics.median(s["operators"].get(c, 0) for s in steps) for c in places}
+    naive = by_category.get("naive", 0.0) + by_category.get("optimizer", 0.0)
+    in_windows = _median(steps, "in_windows")
+    critical = statistics.median(s["in_checks"] - s["waited_in_verdicts"] for s in steps)
+    busy = statistics.median(s["cpu"] - s["cpu_in_windows"] for s in steps)
+    busy_before = statistics.median(
+        s["cpu"] - s["cpu_in_windows"] for s in _steps(rank, "unprotected")
+    )
+    late = unhidden(recorded["windows"], recorded["work"])
+    return {
+        "step_s": _median(steps, "seconds"),
+        "idle_share": statistics.median(s["waiting"] / s["seconds"] for s in steps),
+        "critical_path_share": critical / unprotected,
+        "busy_growth": (busy - busy_before) / unprotected,
+        "floor": (naive + late) / unprotected,
+        "naive_s": naive,
+        "unhidden_s": late,
+        "in_windows_s": in_windows,
+        "replays_s": in_windows + sum(outside.values()),
+        "checkers_s": critical + in_windows,
+        "overrun_s": _median(steps, "overrun"),
+        "outside_s": outside,
+        "by_category_s": by_category,
+        "operators": operators,
+        "peak_held_bytes": max(s["peak_held_bytes"] for s in steps),
+        "peak_check_bytes": max(s["peak_check_bytes"] for s in steps),
+    }
+
+
+def wall_times(ranks: list[dict[str, Any]], mode: str) -> list[float]:
+    """Seconds of each round's step in a mode: the slower rank's."""
+    return [max(s["seconds"] for s in both) for both in zip(*(_steps(r, mode) for r in ranks))]
+
+
+def _steps(rank: dict[str, Any], mode: str) -> list[dict[str, Any]]:
+    return [s for s in rank["steps"] if s["mode"] == mode]
+
+
+def _median(steps: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(s[key] for s in steps)
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """The lower and the upper one."""
+    if len(values) < 2:
+        return [values[0], values[0]]
+    cuts = statistics.quantiles(values, n=4, method="inclusive")
+    return [cuts[0], cuts[2]]
+
+
+def headline(result: dict[str, Any]) -> str:
+    kind = "" if result["link"] == "namespaces" else " (EMULATED link)"
+    by_rank = " / ".join(f"{share:.0%}" for share in result["idle_share_by_rank"])
+    return (
+        f"unprotected step {result['step_s']:.2f} s, idle {result['idle_share']:.0%} ({by_rank}), "
+        f"link {result['bits_per_second'] / 1e6:.2f} Mbit/s{kind}"
+    )
+
+
+def print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    steps = result["settings"]["steps"]
+    table = Table(title=headline(result), caption=f"medians of {steps} steps, modes alternating")
+    table.add_column("mode")
+    columns = "ratio;quartiles;critical path;busy growth;floor;in windows;naive;held"
+    for name in columns.split(";"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for mode, row in result["modes"].items():
+        low, high = row["ratio_spread"]
+        table.add_row(
+            mode,
+            f"{row['ratio']:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            *(f"{row[k]:.1%}" for k in ("critical_path_share", "busy_growth", "floor")),
+            *(f"{row[k]:.0%}" for k in ("in_window_share", "naive_share")),
+            f"{row['peak_held_bytes'] / 1e6:.1f} MB",
+        )
+    console = Console()
+    console.width = max(console.width, 112)
+    console.print(table)
+    for mode, row in result["modes"].items():
+        for number, rank in enumerate(row["ranks"]):
+            spent = sorted(rank["by_category_s"].items(), key=lambda item: -item[1])
+            parts = [f"{name} {seconds * 1e3:.0f}" for name, seconds in spent if seconds > 5e-4]
+            if parts:
+                share = f"{rank['critical_path_share']:.1%}"
+                console.print(f"{mode}, rank {number}: {share}; ms a step: {', '.join(parts)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""One rank of ``overlap.py``: real Megatron, whose steps take the modes in turn.
+
+Started by ``overlap.py``, once per host, with its options as JSON in the only argument.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import runpy
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from two_hosts import EmulatedLink, ShapedLink
+
+ROOT = Path(__file__).resolve().parents[1]
+CALIBRATIONS = 5
+TOLERANCE = 0.01
+"""How far the idle share may be from what was asked for."""
+
+Step = dict[str, Any]
+
+
+class Finished(Exception):
+    """All steps have been measured."""
+
+
+def main() -> None:
+    options = SimpleNamespace(**json.loads(sys.argv[1]))
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    torch.set_num_threads(1)
+    from sparetrain_megatron import hostdevice
+
+    hostdevice.install()
+    hostdevice.prepare_megatron()
+    from megatron.training import training
+
+    from sparetrain_megatron import megatron
+    from sparetrain_megatron.config import SparetrainConfig
+
+    os.environ["SPARETRAIN_TRY_DEFERRAL"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        config = SparetrainConfig(enabled=True, mode="full", dir=folder)
+        protection = megatron.attach(config)
+        run = Run(options, protection, emulated=options.link == "emulated")
+        training.train_step = run.stepping(training.train_step)
+        sys.argv = ["pretrain_gpt.py", *arguments(options)]
+        script = str(ROOT / "examples/quickstart/pretrain_gpt.py")
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except Finished:
+            run.report(Path(options.out))
+
+
+def die_with_parent() -> None:
+    """Has the kernel end this process when the one that removes the link is gone (Linux)."""
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class Run:
+    """Measures steps in the order that :meth:`script` says."""
+
+    def __init__(self, options: Any, protection: Any, emulated: bool) -> None:
+        from timeline import Recorder
+
+        self.options = options
+        self.protection = protection
+        self.link: Any = EmulatedLink() if emulated else None
+        if not emulated:
+            self.link = ShapedLink(os.environ["GLOO_SOCKET_IFNAME"])
+        same_path(protection._pipeline, self.link if emulated else None)
+        self.recorder = Recorder(protection)
+        self.steps: list[Step] = []
+        self.recorded: dict[str, Step] = {}
+        self.calibration: list[dict[str, float]] = []
+        self.rate = 0.0
+
+    def script(self) -> Generator[tuple[str, bool], Step, None]:
+        """Yields the mode of each step and whether to record it; is sent what was measured."""
+        options = self.options
+        for _ in range(2):
+            yield "unprotected", False
+        yield from self._calibrate()
+        modes = options.modes
+        for mode in modes:  # once in each mode before counting
+            yield mode, False
+        for index in range(options.steps):
+            turn = index % len(modes)
+            for mode in modes[turn:] + modes[:turn]:
+                self.steps.append((yield mode, False) | {"mode": mode, "round": index})
+        for mode in modes:
+            self.recorded[mode] = yield mode, True
+
+    def _calibrate(self) -> Generator[tuple[str, bool], Step, None]:
+        """Finds the rate of the link at which an unprotected step is idle for the asked share."""
+        options = self.options
+        size = options.sequence * options.hidden * 2  # bytes of BF16 activations, [s, 1, h]
+        fast = yield from self._idle()
+        known = [(0.0, fast["step"])]
+        transfer = first_transfer(fast["busy"], fast["step"], options.idle, options.microbatches)
+        for _ in range(CALIBRATIONS):
+            self.rate = options.rate or 8 * size / transfer
+            self.link.set_rate(self.rate)
+            yield "unprotected", False  # what was under way at the old rate
+            found = yield from self._idle()
+            self.calibration.append({"bits_per_second": self.rate, **found})
+            if self.protection.rank == 0:
+                print(f"{self.rate / 1e6:.2f} Mbit/s: idle {found['idle']:.1%}", file=sys.stderr)
+            if options.rate or abs(found["idle"] - options.idle) <= TOLERANCE:
+                break
+            known.append((transfer, found["step"]))
+            transfer = next_transfer(known, found["busy"] / (1 - options.idle))
+
+    def _idle(self) -> Generator[tuple[str, bool], Step, dict[str, float]]:
+        """Busy seconds, idle share and step of unprotected steps, means over the ranks."""
+        import torch.distributed as dist
+
+        steps = []
+        for _ in range(2):
+            steps.append((yield "unprotected", False))
+        mine = {
+            "step": min(s["seconds"] for s in steps),
+            "busy": min(s["seconds"] - s["waiting"] for s in steps),
+            "idle": statistics.mean(s["waiting"] / s["seconds"] for s in steps),
+        }
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+        return {key: statistics.mean(p[key] for p in parts) for key in mine}
+
+    def stepping(self, protected: Any) -> Any:
+        """Wraps ``train_step``: each call is the next step of the script."""
+        script = self.script()
+        state: dict[str, Any] = {"next": None}
+
+        @functools.wraps(protected)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            if state["next"] is None:
+                state["next"] = next(script)
+            mode, detailed = state["next"]
+            with in_mode(self.protection, mode):
+                result, step = self._measure(detailed, lambda: protected(*args, **kwargs))
+            if self.protection.rank == 0:
+                print(f"{mode:12} {step['seconds']:7.2f} s", file=sys.stderr, flush=True)
+            try:
+                state["next"] = script.send(step)
+            except StopIteration:
+                raise Finished from None
+            return result
+
+        return train_step
+
+    def _measure(self, detailed: bool, call: Any) -> tuple[Any, Step]:
+        import torch.distributed as dist
+
+        engine, recorder = self.protection.engine, self.recorder
+        figures, deferred = engine.statistics, engine.deferred
+        dist.barrier()
+        recorder.reset()
+        recorder.detailed, recorder.protected = detailed, self.protection.enabled
+        outside, operators = dict(deferred.outside), dict(deferred.operators)
+        checks, figures.peak_bytes_held = figures.seconds_in_checks, 0
+        start, cpu = time.perf_counter(), time.thread_time()
+        result = call()
+        seconds = time.perf_counter() - start
+        cpu = time.thread_time() - cpu
+        recorder.detailed = False
+        recorder.flush()
+        step: Step = {
+            "seconds": seconds,
+            "cpu": cpu,
+            "waiting": sum(w[2] - w[0] for w in recorder.windows) - recorder.in_windows,
+            "overrun": sum(w[2] - max(w[0], w[1]) for w in recorder.windows),
+            "in_checks": figures.seconds_in_checks - checks,
+            "waited_in_verdicts": recorder.waited_in_verdicts,
+            "in_windows": recorder.in_windows,
+            "cpu_in_windows": recorder.cpu_in_windows,
+            "by_category": dict(recorder.seconds),
+            "outside": _since(deferred.outside, outside),
+            "operators": _since(deferred.operators, operators),
+            "peak_held_bytes": recorder.peak_held,
+            "peak_check_bytes": figures.peak_bytes_held,
+        }
+        if detailed:
+            step |= recorder.details(start)
+        return result, step
+
+    def report(self, path: Path) -> None:
+        """Gathers all ranks' steps; the first rank writes them."""
+        import resource
+
+        import torch.distributed as dist
+
+        mine = {
+            "steps": self.steps,
+            "recorded": self.recorded,
+            "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+        if dist.get_rank() == 0:
+            found = {"rate": self.rate, "calibration": self.calibration, "ranks": parts}
+            path.write_text(json.dumps(found))
+        dist.barrier()
+
+
+def _since(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {k: v - before.get(k, 0) for k, v in now.items() if v != before.get(k, 0)}
+
+
+def first_transfer(busy: float, step: float, idle: float, microbatches: int) -> float:
+    """A first guess of the seconds one transfer has to take.
+
+    Args:
+        busy, step: Seconds of an unprotected step over a fast link.
+        idle: Share of time to be idle.
+        microbatches: Each crosses the link forward and backward.
+    """
+    return max(1e-4, (busy / (1 - idle) - step) / (2 * microbatches))
+
+
+def next_transfer(known: list[tuple[float, float]], wanted: float) -> float:
+    """A better guess, on the line through the two nearest known points.
+
+    Args:
+        known: Seconds of a transfer, and of the step that it led to.
+        wanted: Seconds that the step should take.
+    """
+    (x0, y0), (x1, y1) = sorted(known, key=lambda point: abs(point[1] - wanted))[:2]
+    if y0 == y1 or x0 == x1:
+        return x0
+    return max(1e-4, x0 + (wanted - y0) * (x1 - x0) / (y1 - y0))
+
+
+def same_path(pipeline: Any, link: EmulatedLink | None) -> None:
+    """Unprotected steps post and wait for transfers exactly as protected ones do.
+
+    Receives first, separate requests, the same wait; so nothing that this gains counts as ours.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    if link is not None:
+        p2p_communication._p2p_ops = link.wrap(p2p_communication._p2p_ops)
+    owner = p2p_communication.P2PCommunicator
+    protected = owner._communicate
+    plain = protected.__wrapped__
+
+    @functools.wraps(plain)
+    def communicate(communicator: Any, *, wait_on_reqs: bool = True, **what: Any) -> Any:
+        if pipeline._engine.is_active:
+            return protected(communicator, wait_on_reqs=wait_on_reqs, **what)
+        config = communicator.config
+        communicator.config = copy.copy(config)
+        communicator.config.batch_p2p_comm = False
+        try:
+            previous, following, requests = plain(communicator, wait_on_reqs=False, **what)
+        finally:
+            communicator.config = config
+        if not wait_on_reqs:
+            return previous, following, requests
+        pipeline._wait(communicator.pp_group, "+".join(requests), list(requests.values()))
+        return previous, following, None
+
+    owner._communicate = communicate
+
+
+@contextmanager
+def in_mode(protection: Any, mode: str) -> Generator[None]:
+    """Sets everything up for one step in a mode."""
+    from sparetrain_megatron.dmr.strategy import Everything, Immediate
+
+    engine = protection.engine
+    before = protection.enabled, engine.piggyback, engine.strategy
+    protection.enabled = mode != "unprotected"
+    engine.piggyback = mode != "naive"
+    if mode in ("coarse", "full"):
+        engine.strategy = Everything(rest=mode == "full")
+    else:
+        engine.strategy = Immediate(piggyback=mode != "naive")
+    try:
+        yield
+    finally:
+        protection.enabled, engine.piggyback, engine.strategy = before
+
+
+def arguments(options: Any) -> list[str]:
+    """Megatron's flags: a Llama-style model on two pipeline stages, full recompute."""
+    hidden = options.hidden
+    rounds = options.steps + 2
+    steps = 4 + 3 * CALIBRATIONS + rounds * len(options.modes)
+    text = f"""
+        --pipeline-model-parallel-size 2
+        --num-layers {options.layers} --hidden-size {hidden}
+        --ffn-hidden-size {hidden * 8 // 3 // 64 * 64}
+        --num-attention-heads {hidden // 64} --group-query-attention
+        --num-query-groups {max(1, hidden // 256)}
+        --seq-length {options.sequence} --max-position-embeddings {options.sequence}
+        --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
+        --untie-embeddings-and-output-weights --bf16
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+        --micro-batch-size 1 --global-batch-size {options.microbatches}
+        --train-iters {steps} --lr 1e-4 --lr-decay-style constant
+        --tokenizer-type NullTokenizer --vocab-size {options.vocabulary - 1} --mock-data
+        --log-interval 100000 --eval-iters 0 --eval-interval 100000 --transformer-impl local
+        --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
+        --no-rope-fusion --distributed-timeout-minutes 10 --num-workers 0
+    """
+    return text.split()
+
+
+if __name__ == "__main__":
+    main()
