@@ -67,6 +67,16 @@ class Counting(Protocol):
 _INDEX_TYPES = (torch.int16, torch.int32, torch.int64)
 
 
+class Observing(Protocol):
+    """What the engine needs of a profiler (:class:`sparetrain_megatron.profiler.Recorder`)."""
+
+    def watch(
+        self, handler: Callable[..., Any], operator: Operator, func: Any, args: tuple, kwargs: dict
+    ) -> Any: ...
+    def window_opens(self, kind: str, name: str) -> None: ...
+    def window_closes(self) -> None: ...
+
+
 class UnprotectedOperator(RuntimeError):
     """Strict mode met an operator that cannot be executed twice."""
 
@@ -132,6 +142,7 @@ class Engine:
         self.collectives = Collectives(self)
         self.deferred = Deferred(self)
         self.tape: Tape | None = None
+        self.observer: Observing | None = None
         self.strategy: Strategy = Immediate(piggyback)
         self.ledger = Ledger(self._recorded)
         self._on_mismatch = on_mismatch
@@ -140,6 +151,7 @@ class Engine:
         self._accumulators: dict[int, list[tuple[int, int]]] = {}
         self._open: dict[int, FirstPass] = {}
         self._naive_segments: set[str] = set()
+        self._new_naive_segments: set[str] = set()  # until all ranks know of them
         self._evidence: dict[tuple, int] = {}
         self._counts: dict[str, dict[Operator, int]] = defaultdict(lambda: defaultdict(int))
         self._once: dict[str, int] = defaultdict(int)
@@ -324,11 +336,15 @@ class Engine:
 
         Args:
             kind: ``inter`` or ``intra``: whether it crosses hosts.
-            name: ``all_reduce``, ``recv_forward``, …
+            name: ``all_reduce``, ``recv_prev``, …
         """
+        if self.observer is not None:
+            self.observer.window_opens(kind, name)
 
     def window_closes(self) -> None:
         """The wait is over."""
+        if self.observer is not None:
+            self.observer.window_closes()
 
     # --- piggyback -----------------------------------------------------------------------------------
 
@@ -407,7 +423,7 @@ class Engine:
             "the recompute did not run the operators of the forward; the segment is executed "
             "naively from now on"
         )
-        self._naive_segments.add(key)
+        self._new_naive_segments.add(key)
         self.ledger.record(mismatch)
 
     def observe(
@@ -532,7 +548,7 @@ class Engine:
                 "the software (or a device that repeats its error); the segment is executed "
                 "naively from now on"
             )
-            self._naive_segments.add(key)
+            self._new_naive_segments.add(key)
         self._evidence[evidence] = position.attempt
 
     # --- reporting -----------------------------------------------------------------------------------
@@ -581,6 +597,8 @@ class Engine:
                 self.collectives.forget()
                 found = self.ledger.collect()
                 dirty = bool(found)
+                self._naive_segments |= self._new_naive_segments
+                self._new_naive_segments.clear()
         self.flush_counts()
         self.statistics.injected = len(self.injector.records)
         self.statistics.seconds_in_checks += time.perf_counter() - start
@@ -592,14 +610,22 @@ class Engine:
         self.second_device.exchange(self)
         found = self.ledger.collect()
         flags = torch.tensor(
-            [int(bool(found or bad)), int(bool(bad))], dtype=torch.int32, device=self.device
+            [bool(found or bad), bool(bad), bool(self._new_naive_segments)],
+            dtype=torch.int32,
+            device=self.device,
         )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        dirty, moved_wrong = flags.tolist()
+        dirty, moved_wrong, naive_segments = flags.tolist()
         if moved_wrong:
             self.collectives.locate(bad)
             found += self.ledger.collect()
         self.collectives.forget()
+        if naive_segments:
+            # On all ranks from the same moment: naive segments do their reductions twice.
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, sorted(self._new_naive_segments))
+            self._naive_segments.update(key for keys in everyone for key in keys)
+            self._new_naive_segments.clear()
         if dirty:
             self.second_device.decide(self, found)
         return found, bool(dirty)

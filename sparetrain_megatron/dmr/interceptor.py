@@ -71,7 +71,10 @@ class Interceptor(TorchDispatchMode):
                 if engine.tape is not None and operator.kind is not Kind.VIEW:
                     return self._without_value(operator, func, args, kwargs)
                 return func(*args, **kwargs)
-            return self._handlers[operator.kind](operator, func, args, kwargs)
+            handler = self._handlers[operator.kind]
+            if self._engine.observer is not None:
+                return self._engine.observer.watch(handler, operator, func, args, kwargs)
+            return handler(operator, func, args, kwargs)
 
     def _pure(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
         engine = self._engine

@@ -1,0 +1,250 @@
+"""From profiled iterations to a plan, and from a plan to what the engine is told about a region.
+
+The first iterations run with piggyback and are profiled; then one rank of each pipeline stage plans for
+its stage, everybody gets the plans, and from the next iteration on checks are deferred. When windows
+turn out to be much shorter or longer than planned for, the iterations that follow are profiled anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import SparetrainConfig, parse_size
+from ..dmr.engine import Engine
+from ..dmr.strategy import Immediate, Method
+from ..errors import UsageError
+from ..plan import Identity, Plan, load_plans, save_plans
+from ..plan import plan as make_plan
+from ..profiler import Recorder
+from ..report.terminal import say
+
+DRIFT = 0.35
+"""Windows this much shorter or longer than planned, over several iterations, call for a new plan."""
+
+DRIFT_ITERATIONS = 8
+HOST_BUDGET = 1 << 30
+"""Bytes that deferral may hold on a CPU when nothing is said."""
+
+
+class Planned:
+    """Answers for regions from a plan.
+
+    Args:
+        plan: This stage's.
+        layers: Number of the layer of each checkpointed block, by (model chunk, index).
+    """
+
+    def __init__(self, plan: Plan, layers: dict[tuple[int, int], int]) -> None:
+        self._plan = plan
+        self._layers = layers
+        self._blocks: dict[tuple[int, int, int], Method] = {}
+
+    def block(self, chunk: int, microbatch: int, index: int) -> Method:
+        key = (chunk, microbatch, index)
+        found = self._blocks.get(key)
+        if found is None:
+            found = self._blocks[key] = self._method(chunk, microbatch, index)
+        return found
+
+    def _method(self, chunk: int, microbatch: int, index: int) -> Method:
+        layer = self._layers.get((chunk, index))
+        choice = self._plan.choice(microbatch, layer, "backward")
+        if choice.segments:
+            parts = {part.phase for segment, _ in choice.segments for part in segment.parts}
+            return "segment" if "recompute" in parts else "single"
+        # Never naive: all ranks of a tensor-parallel group must reduce alike; see Everything.
+        return "single" if choice.windows else "piggyback"
+
+    def defers_rest(self, chunk: int, microbatch: int, phase: str) -> bool:
+        return any(
+            bool(choice.segments or choice.windows)
+            for layer in ("embedding", "head")
+            for choice in [self._plan.choice(microbatch, layer, phase)]
+        )
+
+
+class Planning:
+    """Profiles, plans, and sets the engine's strategy.
+
+    Args:
+        engine: This rank's engine.
+        config: Mode, plan file, number of iterations, memory budget.
+        layers: See :class:`Planned`; filled by the recompute's wrapper as blocks run.
+        args: Megatron's arguments.
+        directory: Where profiles and the plan go.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: SparetrainConfig,
+        layers: dict[tuple[int, int], int],
+        args: Any,
+        directory: Path,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._layers = layers
+        self._directory = directory
+        self._identity = identity(args)
+        self._budget = budget_bytes(config, engine.device)
+        self._recorder: Recorder | None = None
+        self._expected = 0.0
+        self._ratios: list[float] = []
+        self.plan: Plan | None = None
+        engine.deferred.budget = self._budget
+        if config.plan is not None:
+            plans = load_plans(config.plan)
+            plan = plans.get(engine.position.stage)
+            if plan is None:
+                raise UsageError(
+                    f"--sparetrain-plan {config.plan}: has no plan for pipeline stage "
+                    f"{engine.position.stage}"
+                )
+            plan.refuse_unless_for(self._identity)
+            self._adopt(plan)
+        else:
+            self._profile()
+
+    @property
+    def profiling(self) -> bool:
+        return self._recorder is not None
+
+    def _profile(self) -> None:
+        self._engine.strategy = Immediate()
+        self._recorder = Recorder(self._engine.position, self._engine.deferred.constants)
+        self._engine.observer = self._recorder
+
+    def attempt_discarded(self) -> None:
+        """A rollback: the attempt's times are of no use."""
+        if self._recorder is not None:
+            self._recorder.discard()
+
+    def iteration_ended(self, seconds: float, waited: float) -> Plan | None:
+        """An iteration stands.
+
+        Args:
+            seconds: How long it took.
+            waited: How long the rank waited in windows.
+
+        Returns:
+            The plan, if it has just been made.
+        """
+        if self._recorder is None:
+            self._watch(waited)
+            return None
+        self._recorder.iteration(seconds)
+        # One more than asked for: the first iteration warms up, and leaves the most common shape.
+        if self._recorder.iterations < self._config.profile_iters:
+            return None
+        return self._make()
+
+    def _make(self) -> Plan:
+        """Plans; collective over the world."""
+        from megatron.core import parallel_state
+
+        engine, recorder = self._engine, self._recorder
+        assert recorder is not None
+        rank, stage = engine.position.rank, engine.position.stage
+        profile = recorder.profile(self._identity, rank, stage)
+        profile.save(self._directory / f"profile.rank{rank}.json")
+        leads = (
+            parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        )
+        mine = None
+        if leads:
+            mine = make_plan(profile, self._budget, self._config.effective_mode)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        with engine.paused():
+            dist.all_gather_object(everyone, mine)
+        plans = {plan.stage: plan for plan in everyone if plan is not None}
+        if rank == 0:
+            save_plans(self._directory / "plan.json", plans)
+        self._recorder = engine.observer = None
+        self._adopt(plans[stage])
+        return plans[stage]
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        self._engine.strategy = Planned(plan, self._layers)
+        self._expected = plan.totals.window_seconds
+        self._ratios.clear()
+
+    def _watch(self, waited: float) -> None:
+        """Profiles again when the windows are not those of the plan; agreed on by all ranks."""
+        if self._expected <= 0:
+            return
+        self._ratios.append(waited / self._expected)
+        if len(self._ratios) < DRIFT_ITERATIONS:
+            return
+        drifted = abs(statistics.median(self._ratios) - 1) > DRIFT
+        self._ratios.clear()
+        flag = torch.tensor([int(drifted)], dtype=torch.int32, device=self._engine.device)
+        with self._engine.paused():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag.item():
+            if self._engine.position.rank == 0:
+                say("windows have drifted from the plan's: profiling again")
+            self._profile()
+
+
+def budget_bytes(config: SparetrainConfig, device: torch.device) -> int:
+    """What deferral may hold on this device, in bytes."""
+    cuda = device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if cuda else 8 * HOST_BUDGET
+    if config.memory_budget is not None:
+        return parse_size(config.memory_budget, total=total)
+    if not cuda:
+        return HOST_BUDGET
+    return int(0.8 * max(0, total - torch.cuda.max_memory_reserved(device)))
+
+
+def identity(args: Any) -> Identity:
+    """What a plan depends on, from Megatron's arguments."""
+    from megatron.core import __version__
+
+    def of(*names: str) -> dict[str, Any]:
+        return {name: getattr(args, name, None) for name in names}
+
+    return Identity(
+        megatron=str(__version__),
+        model=of(
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "seq_length",
+            "micro_batch_size",
+            "num_experts",
+            "bf16",
+            "swiglu",
+            "normalization",
+            "position_embedding_type",
+        ),
+        layout={
+            **of(
+                "world_size",
+                "pipeline_model_parallel_size",
+                "virtual_pipeline_model_parallel_size",
+                "tensor_model_parallel_size",
+                "expert_model_parallel_size",
+                "context_parallel_size",
+                "global_batch_size",
+            )
+        },
+        flags=of(
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "sequence_parallel",
+            "use_distributed_optimizer",
+            "overlap_grad_reduce",
+        ),
+    )

@@ -1,0 +1,5 @@
+"""Fills a profile from running iterations."""
+
+from .recorder import Recorder
+
+__all__ = ["Recorder"]
