@@ -169,7 +169,7 @@ class Protection:
             self.patches,
             optimizer,
             chunk=self.config.optimizer_chunk_bytes,
-            attempts=self.config.max_rollbacks,
+            attempts=self.config.max_rollbacks if self.config.on_mismatch == "rollback" else 0,
             before_step=self._before_step,
             on_redo=self._redo_chunk,
         )
@@ -332,11 +332,9 @@ class Protection:
         for repairs in range(self.config.max_rollbacks + 1):
             exhausted = self._any(self._hooks.exhausted)
             verdict = engine.verdict()
-            if exhausted:
-                self._stop(EXIT_EXHAUSTED, verdict, "parameters")
             if not self._takes_back(verdict, "parameters"):
                 return
-            if repairs == self.config.max_rollbacks:
+            if exhausted or repairs == self.config.max_rollbacks:
                 self._stop(EXIT_EXHAUSTED, verdict, "parameters")
             self._emit_verdict(verdict, "parameters", "rollback")
             iteration, attempt = engine.position.iteration, engine.position.attempt
