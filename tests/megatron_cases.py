@@ -91,6 +91,7 @@ CASES = {
         ),
         Case("dropout_full_recompute", 1, _FULL_RECOMPUTE, dropout=True),
         Case("pp2_tp2", 4, f"{_PP2} {_TP2}"),
+        Case("pp2_dp2", 4, f"{_PP2} {_FULL_RECOMPUTE} --use-distributed-optimizer --bf16"),
         Case("llama", 2, f"{_PP2} {_LLAMA} {_FULL_RECOMPUTE} --bf16", english=True),
         Case(
             "moe_ep2",

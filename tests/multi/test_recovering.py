@@ -124,6 +124,18 @@ SCENARIOS: dict[str, tuple[str, str, list[str]]] = {
             "iteration=4,rank=1,attempt=1,phase=clip,operator=mul,nth=2,element=1,bit=15",
         ],
     ),
+    # What only one of the data-parallel ranks of a stage sees.
+    "pipeline_and_data_parallel": (
+        "pp2_dp2",
+        "",
+        [
+            "iteration=1,rank=3,phase=communication,operator=recv,element=17,bit=12",
+            "iteration=2,rank=0,phase=communication,operator=reduce_scatter,element=17,bit=12",
+            "iteration=3,rank=1,phase=communication,operator=all_gather,element=50,bit=14",
+            "iteration=4,rank=2,phase=forward,layer=3,operator=mm,nth=3,element=9,bit=13",
+            "iteration=4,rank=2,phase=accumulate,operator=add_,nth=3,attempt=2,bit=13",
+        ],
+    ),
     "llama": (
         "llama",
         "",
@@ -135,7 +147,7 @@ SCENARIOS: dict[str, tuple[str, str, list[str]]] = {
         ],
     ),
 }
-DEFAULT_SCENARIOS = set(SCENARIOS) - {"interleaved"}
+DEFAULT_SCENARIOS = set(SCENARIOS) - {"interleaved", "pipeline_and_data_parallel"}
 
 
 @pytest.mark.parametrize(
@@ -191,6 +203,7 @@ CONFIGURATIONS = [
     "interleaved_pp2",
     "dropout_full_recompute",
     "pp2_tp2",
+    "pp2_dp2",
     "llama",
 ]
 
