@@ -22,6 +22,7 @@ STEP = [
         ("forward", "mm", "checker"),
         ("forward", "add", "only"),
         ("recompute", "add", "only"),
+        ("accumulate", "add", "primary"),
         ("clip", "mul", "checker"),
         ("clip", "mul", "primary"),
         ("clip", "_local_scalar_dense", "primary"),
@@ -33,7 +34,10 @@ def play(injector):
     """What an engine asks of an injector in a step; returns the bits that changed, in order."""
     outputs = []
     for phase, layer, operator, execution in STEP:
-        position = Position(iteration=3, phase=phase, layer=None if phase == "clip" else layer)
+        # Some operators of accumulation belong to a layer, others to none.
+        if phase == "clip" or (phase == "accumulate" and layer == 2):
+            layer = None
+        position = Position(iteration=3, phase=phase, layer=layer)
         if operator == "_local_scalar_dense":
             outputs.append(injector.visit_scalar(position, operator, execution, 1.0) != 1.0)
             continue
@@ -61,11 +65,12 @@ def test_every_fault_hits_what_was_drawn(targets):
             name = {"float": "float64", "int": "int64"}.get(record[key], record[key])
             assert name == getattr(target, key)
         assert record["effect"]
+        assert record["layer"] == FaultSpec.parse(target.spec).layer
 
 
 def test_faults_are_stratified(targets):
     drawn = targets.draw(400, "seed")
-    for key, least in (("phase", 3), ("side", 2), ("bit_class", 4), ("operator", 4)):
+    for key, least in (("phase", 4), ("side", 2), ("bit_class", 4), ("operator", 4)):
         counts = Counter(getattr(target, key) for target in drawn)
         assert len(counts) == least, counts
         assert min(counts.values()) >= 40, counts

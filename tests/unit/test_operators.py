@@ -194,7 +194,7 @@ def test_sparse_tensors_are_unprotected(where):
     sparse = torch.eye(3).to_sparse()
     calls = {
         "argument": lambda: torch.mm(sparse, torch.ones(3, 3)),
-        "list": lambda: torch._foreach_mul([sparse], 2.0),
+        "list": lambda: torch._foreach_mul_([sparse], 2.0),
         "keyword": lambda: torch.ops.aten.add.Tensor(sparse, other=sparse),
     }
     with pytest.raises(UnprotectedOperator):

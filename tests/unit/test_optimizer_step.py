@@ -10,7 +10,7 @@ SIZES = (7, 1, 12, 5)
 
 
 class CountingInTheGroup(torch.optim.Optimizer):
-    """Counts its steps in the parameter group, as fused Adams do, and momentum in the state."""
+    """Counts its steps in the parameter group, as fused Adams do; its state grows in step two."""
 
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr})
@@ -26,6 +26,9 @@ class CountingInTheGroup(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
                 state["momentum"].mul_(0.9).add_(parameter.grad)
+                if group["step"] > 1:
+                    slow = state.setdefault("slow", torch.zeros_like(parameter))
+                    state["momentum"].add_(slow.add_(parameter.grad), alpha=0.1)
                 parameter.sub_(state["momentum"], alpha=group["lr"] / group["step"])
 
 
