@@ -235,6 +235,23 @@ class Engine:
         self.set_executor = set_executor
         self._interceptor = Guarded(self)
 
+    def foreign(
+        self, operator: Operator, function: Callable[..., Any], tensors: tuple, state: int = 0
+    ) -> None:
+        """Executes a kernel that the dispatcher doesn't see, as an operator; see ``foreign.py``.
+
+        Args:
+            operator: Its class, and which of ``tensors`` it writes.
+            function: Executes it on flat tensors and returns flat tensors.
+            tensors: Its arguments.
+            state: How many of the results, at their end, nobody will hold any longer: they are
+                compared with the values that they have now.
+        """
+        output = self._interceptor.foreign(operator, function, tensors)
+        if self.tape is not None and state:
+            for tensor in output[-state:]:
+                self.tape.mark(tensor)
+
     # --- counting ------------------------------------------------------------------------------------
 
     def count(self, method: str, operator: Operator, seconds: float) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _clock = time.perf_counter
 _NO_KEYWORDS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunction
+_no_dispatch = torch._C._disabled_torch_dispatch_impl
+_PLAIN: set[type] = set()  # subclasses of Tensor that leave operators alone, such as Parameter
 
 
 class Interceptor(TorchDispatchMode):
@@ -62,6 +64,11 @@ class Interceptor(TorchDispatchMode):
             kwargs = {}
         if not self.enabled:
             return func(*args, **kwargs)
+        if types and not _PLAIN.issuperset(types):
+            if any(t.__torch_dispatch__ is not _no_dispatch for t in types):
+                # A tensor made of tensors: its own handler calls operators on those, which we see.
+                return NotImplemented
+            _PLAIN.update(types)
         operator = describe(func)
         # A function mode above us has done its work; it must not see our own calls.
         with _no_torch_function():
@@ -240,6 +247,15 @@ class Interceptor(TorchDispatchMode):
             # Schemas of collectives declare no writes: every tensor argument may be one.
             engine.deferred.before_write(tensors_of(args, kwargs))
         return engine.collectives.run(operator, func, args, kwargs)
+
+    def foreign(self, operator: Operator, func: Any, args: tuple) -> Any:
+        """Executes, as the operator that it is, what isn't dispatched; see ``foreign.py``."""
+        before, self.enabled = self.enabled, False
+        try:
+            with _no_torch_function(), torch.no_grad():
+                return self._handlers[operator.kind](operator, func, args, {})
+        finally:
+            self.enabled = before
 
     def _unknown(self, operator: Operator, func: Any, args: tuple, kwargs: dict) -> Any:
         self._engine.unprotected(operator.name)

@@ -48,6 +48,8 @@ class Call:
     @property
     def travels(self) -> bool:
         """Whether a peer can execute it: an operator of the library, no generator among arguments."""
+        if not isinstance(self.func, torch._ops.OpOverload):
+            return False  # a kernel that the dispatcher doesn't see
         values = [*self.args, *self.kwargs.values()]
         return not any(isinstance(v, (torch.Generator, torch.ScriptObject)) for v in values)
 

@@ -157,6 +157,10 @@ class Tape:
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._slots:
+                if computes and self._slots[key] in outputs:
+                    # Several results in one allocation.
+                    slot = self._slots[key]
+                    self._partial.setdefault(slot, [self._bases[slot]]).append(Ref(slot, tensor))
                 outputs.append(None)
                 continue
             slot = self._slots[key] = len(self.held)
