@@ -75,20 +75,22 @@ class SparetrainConfig(BaseModel):
 
     mode: Mode = "piggyback"
     """Which methods may be used: naive runs every operator twice at once; piggyback also takes
-    the recompute of activation checkpointing as the second execution of the forward. coarse and
-    full are accepted and act as piggyback in this version."""
+    the recompute of activation checkpointing as the second execution of the forward; coarse
+    replays segments of transformer blocks in windows of communication; full also defers what lies
+    outside of them."""
 
     strict: bool = True
     """Refuse at start (the default), or only count and report, what cannot be protected."""
 
     plan: Path | None = None
-    """Use this plan of deferred checks. Not available in this version."""
+    """Use this plan (plan.json) of deferred checks instead of profiling; modes coarse and full."""
 
     profile_iters: int = Field(default=5, ge=1)
-    """Number of iterations to profile. Not available in this version."""
+    """Number of iterations to profile before a plan is made; modes coarse and full."""
 
     memory_budget: str | None = None
-    """Bytes a device that deferred checks may hold. Not available in this version."""
+    """Bytes that deferred checks may hold on a device, such as 4GiB, or 10% of its memory; default:
+    what is free when the plan is made. 0: nothing is deferred."""
 
     on_mismatch: OnMismatch = "rollback"
     """What follows a mismatch: rollback repeats the iteration, abort stops with exit code 75,
@@ -137,12 +139,11 @@ class SparetrainConfig(BaseModel):
             return {"second_device_after_mismatch": not never, **data}
         return data
 
-    @field_validator("plan", "memory_budget", "profile_iters")
+    @field_validator("memory_budget")
     @classmethod
-    def _needs_deferral(cls, value: Any) -> Any:
-        # Validators don't run on defaults: this is reached only by a value that was given.
-        if value not in (None, 5):
-            raise ValueError("is not available in this version, which defers no checks; remove it")
+    def _is_budget(cls, value: str | None) -> str | None:
+        if value is not None and value.strip() != "0":
+            parse_size(value, total=1 << 40)
         return value
 
     @field_validator("optimizer_chunk")
@@ -171,6 +172,12 @@ class SparetrainConfig(BaseModel):
                 "`on_mismatch` report contradicts `second_device` above 0: a run that only "
                 "reports asks no second device; remove one of them"
             )
+        given = self.model_fields_set & {"plan", "profile_iters", "memory_budget"}
+        if given and not self.defers:
+            raise ValueError(
+                f"`{min(given)}` has no effect with `mode` {self.mode}: only coarse and full defer; "
+                "remove one of them"
+            )
         if self.on_mismatch != "rollback" and self.max_rollbacks != 2:
             raise ValueError(
                 f"`max_rollbacks` has no effect with `on_mismatch` {self.on_mismatch}; "
@@ -179,25 +186,21 @@ class SparetrainConfig(BaseModel):
         return self
 
     @property
-    def effective_mode(self) -> Literal["naive", "piggyback", "coarse", "full"]:
-        """The mode that this version really uses: the most it has of what `mode` allows."""
-        if os.environ.get("SPARETRAIN_TRY_DEFERRAL"):
-            return self.mode
-        return "naive" if self.mode == "naive" else "piggyback"
+    def effective_mode(self) -> Mode:
+        return self.mode
+
+    def notices(self) -> list[str]:
+        return []
+
+    @property
+    def defers(self) -> bool:
+        """Whether checks may wait for windows."""
+        return self.mode in ("coarse", "full")
 
     @property
     def optimizer_chunk_bytes(self) -> int:
         """`optimizer_chunk` in bytes."""
         return parse_size(self.optimizer_chunk)
-
-    def notices(self) -> list[str]:
-        """Warnings that the user should see once at start, one string each."""
-        found = []
-        if self.enabled and self.mode in ("coarse", "full"):
-            found.append(
-                f"mode {self.mode} is not available in this version; piggyback is used instead"
-            )
-        return found
 
     def directory(self, save: str | os.PathLike[str] | None = None) -> Path:
         """The folder for events and summary.
@@ -283,7 +286,6 @@ _METAVARS = {
     "optimizer_chunk": "SIZE",
     "inject": "SPEC",
 }
-_NOT_YET = {"plan", "profile_iters", "memory_budget"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -301,7 +303,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
         options: dict[str, Any] = {"default": None}
         if info.annotation is not bool and info.default:
             text += f" Default: {info.default}."
-        options["help"] = argparse.SUPPRESS if field in _NOT_YET else text
+        options["help"] = text
         if field == "strict":
             # Makes --no-sparetrain-strict too.
             options["action"] = argparse.BooleanOptionalAction
@@ -370,7 +372,7 @@ def _explain(problem: Any, spell: Callable[[str], str]) -> str:
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(field, SparetrainConfig.model_fields, n=1)
         return f"{spell(field)}: no such setting" + (f"; did you mean {near[0]}?" if near else "")
-    got = "" if field in ("inject", *_NOT_YET) else f", got {problem['input']!r}"
+    got = "" if field in ("inject",) else f", got {problem['input']!r}"
     return f"{spell(field)}: {text}{got}"
 
 

@@ -143,6 +143,9 @@ class Engine:
         self.deferred = Deferred(self)
         self.tape: Tape | None = None
         self.observer: Observing | None = None
+        self.waited = 0.0
+        """Seconds in windows since the start."""
+        self._window_opened = 0.0
         self.strategy: Strategy = Immediate(piggyback)
         self.ledger = Ledger(self._recorded)
         self._on_mismatch = on_mismatch
@@ -355,11 +358,13 @@ class Engine:
             kind: ``inter`` or ``intra``: whether it crosses hosts.
             name: ``all_reduce``, ``recv_prev``, …
         """
+        self._window_opened = time.perf_counter()
         if self.observer is not None:
             self.observer.window_opens(kind, name)
 
     def window_closes(self) -> None:
         """The wait is over."""
+        self.waited += time.perf_counter() - self._window_opened
         if self.observer is not None:
             self.observer.window_closes()
 

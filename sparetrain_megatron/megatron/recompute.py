@@ -21,6 +21,7 @@ class Recompute:
 
     Attributes:
         index: How many blocks have been checkpointed in the forward of the present microbatch.
+        layers: Number of the (last) layer in each block, by (model chunk, index).
     """
 
     def __init__(self, engine: Engine, patches: Patches) -> None:
@@ -29,6 +30,7 @@ class Recompute:
 
         self.chunk = 0
         self.index = 0
+        self.layers: dict[tuple[int, int], int] = {}
         self._engine = engine
         original = tensor_parallel.checkpoint
 
@@ -59,6 +61,11 @@ class Recompute:
 
     def begin_microbatch(self, chunk: int) -> None:
         self.chunk, self.index = chunk, 0
+
+    def layer_ran(self, number: int) -> None:
+        """A transformer layer ran in the forward, in a block if any has been begun."""
+        if self.index:
+            self.layers[self.chunk, self.index - 1] = number
 
     def _method(self) -> str:
         microbatch = self._engine.position.microbatch or 0

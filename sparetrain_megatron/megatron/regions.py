@@ -102,6 +102,7 @@ class Regions:
             for tensor in _tensors(output):
                 self._on_gradient(tensor, number)
             if position.phase == "forward":
+                self._recompute.layer_ran(number)
                 position.layer = "head"
             return output
 

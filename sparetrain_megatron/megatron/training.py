@@ -17,38 +17,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import threading
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from .. import protection
 from ..config import SparetrainConfig
-from ..dmr.engine import Engine, UnprotectedOperator, Verdict
-from ..dmr.mismatch import Mismatch, device_name, host_name
-from ..dmr.second_device import SecondDevice
-from ..dmr.strategy import Everything
-from ..errors import EXIT_ABORTED, EXIT_EXHAUSTED, UsageError
-from ..faults.injector import Injector
-from ..faults.spec import FaultSpec
-from ..patching import Patches
-from ..report.events import EventLog
-from ..report.summary import Statistics, write_summary
-from ..report.terminal import interval_line, mismatch_line, print_summary, say
+from ..dmr.engine import UnprotectedOperator, Verdict
+from ..errors import EXIT_EXHAUSTED, UsageError
+from ..report.terminal import say
 from .optimizer import Discarded, OptimizerHooks
 from .pipeline import Pipeline
+from .planning import Planning
 from .preflight import check, megatron_version
 from .recompute import Recompute
 from .regions import Regions
 from .state import Snapshot, Validation, replayed, schedule_allowed
 
-EXIT_BARRIER_SECONDS = 15.0
-"""How long a rank that is about to stop waits for the others' reports."""
 
-
-class Protection:
+class Protection(protection.Protection):
     """Everything the plugin does in one process.
 
     Args:
@@ -56,31 +44,7 @@ class Protection:
     """
 
     def __init__(self, config: SparetrainConfig) -> None:
-        self.config = config
-        self.enabled = True
-        """Set to False, steps run unprotected; for measurements."""
-        self.statistics = Statistics()
-        self.rank = int(os.environ.get("RANK", "0"))
-        specs = [FaultSpec.parse(text) for text in config.inject]
-        self.injector = Injector(specs, self.rank)
-        self.engine = Engine(
-            self.statistics,
-            self.injector,
-            piggyback=config.effective_mode != "naive",
-            strict=config.strict,
-            repairs=config.on_mismatch != "report",
-            copy_limit=config.optimizer_chunk_bytes,
-            reductions=config.reductions,
-            second_device=SecondDevice(
-                config.second_device,
-                config.second_device_after_mismatch and config.on_mismatch != "report",
-            ),
-            on_mismatch=self._mismatch,
-        )
-        self.engine.position.rank = self.rank
-        self.patches = Patches()
-        self.events: EventLog | None = None
-        self._directory: Any = None
+        super().__init__(config)
         self._hooks: OptimizerHooks | None = None
         self._optimizer: Any = None
         self._model: list[Any] = []
@@ -88,6 +52,7 @@ class Protection:
         self._schedule_arguments: dict[str, Any] = {}
         self._snapshot: Snapshot | None = None
         self._dirty: Verdict | None = None
+        self.planning: Planning | None = None
 
     # --- attaching -----------------------------------------------------------------------------
 
@@ -95,15 +60,10 @@ class Protection:
         """Replaces the functions of Megatron that this product has to be part of."""
         from megatron.training import training
 
-        if os.environ.get("TORCH_COMPILE_DISABLE", "0") != "1":
-            from ..dmr import compiled  # brings Inductor with it
-
-            compiled.install()
-            self.engine.protect_compiled(compiled.set_executor)
+        self.protect_compiled_graphs()
         self._recompute = Recompute(self.engine, self.patches)
-        if self.config.effective_mode in ("coarse", "full"):
+        if self.config.defers:
             self._pipeline = Pipeline(self.engine, self.patches)
-            self.engine.strategy = Everything(rest=self.config.effective_mode == "full")
         self._validation = Validation(self.engine, self.patches)
         self._regions = Regions(self.engine, self.patches, self._recompute)
         for name, wrapper in (
@@ -115,15 +75,6 @@ class Protection:
         ):
             original = getattr(training, name)
             self.patches.replace(training, name, functools.wraps(original)(wrapper(original)))
-
-    def detach(self) -> None:
-        """Undoes :meth:`attach`."""
-        self.patches.undo()
-        if self.engine.set_executor is not None:
-            from ..dmr import compiled
-
-            compiled.uninstall()
-            self.engine.set_executor = None
 
     def _setup(self, original: Any) -> Any:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -146,8 +97,6 @@ class Protection:
         args = get_args()
         engine = self.engine
         self._model, self._optimizer = model, optimizer
-        self._directory = self.config.directory(args.save)
-        self.events = EventLog(self._directory, self.rank)
         engine.device = next(model[0].parameters()).device
         engine.position.stage = parallel_state.get_pipeline_model_parallel_rank()
         for group in (
@@ -171,22 +120,14 @@ class Protection:
             chunk=self.config.optimizer_chunk_bytes,
             attempts=self.config.max_rollbacks if self.config.on_mismatch == "rollback" else 0,
             before_step=self._before_step,
-            on_redo=self._redo_chunk,
+            on_redo=self.redo_chunk,
         )
         original = optimizer.step
         self.patches.replace(optimizer, "step", functools.wraps(original)(self._step(original)))
-        if self.rank == 0:
-            self.events.emit(
-                "plan",
-                mode=self.config.effective_mode,
-                config=self.config.model_dump(mode="json"),
-                world_size=dist.get_world_size(),
-                host=host_name(),
-                device=device_name(),
-            )
-            for notice in self.config.notices():
-                say(f"warning: {notice}")
-                self.events.emit("warning", message=notice)
+        self.open_reports(self.config.directory(args.save))
+        if self.config.defers:
+            directory = self.config.directory(args.save)
+            self.planning = Planning(engine, self.config, self._recompute.layers, args, directory)
 
     # --- the step ------------------------------------------------------------------------------
 
@@ -208,23 +149,37 @@ class Protection:
             values["forward_backward_func"] = self._protect_schedule(
                 values["forward_backward_func"]
             )
-            start = time.perf_counter()
+            start, waited = time.perf_counter(), self.engine.waited
             self.engine.begin(iteration + 1, 1)
             self._snapshot = None
             try:
                 with self.engine.active(), self.engine.at(phase="accumulate"):
                     result = original(*bound.args, **bound.kwargs)
-                    self._late()
+                    self.late("averages")
             except UnprotectedOperator as error:
                 raise UsageError(
                     f"operator {error} can't be executed twice; --no-sparetrain-strict trains on "
                     "without protection of it, and counts it"
                 ) from None
             self.statistics.iterations += 1
-            self.statistics.seconds_total += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.statistics.seconds_total += seconds
+            if self.planning is not None:
+                self._plan(seconds, self.engine.waited - waited)
             return result
 
         return train_step
+
+    def _plan(self, seconds: float, waited: float) -> None:
+        plan = self.planning.iteration_ended(seconds, waited)
+        if plan is not None:
+            self.event("plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump())
+            if self.rank == 0:
+                say(
+                    f"planned: {plan.totals.overhead:.1%} expected on stage 0 "
+                    f"(floor {plan.totals.floor:.1%}), at most "
+                    f"{plan.totals.peak_held / 2**20:,.1f} MiB held"
+                )
 
     def _protect_schedule(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -248,7 +203,7 @@ class Protection:
                 result = self._schedule(**self._schedule_arguments)
             if self._dirty is None:
                 return result
-            self._rollback(self._dirty, "gradients")
+            self.rollback(self._dirty, "gradients")
 
     def _wrap_finalize(self, config: Any) -> None:
         original = config.finalize_model_grads_func
@@ -258,7 +213,7 @@ class Protection:
             if not self.engine.is_active:
                 return original(model, *args, **kwargs)
             verdict = self.engine.verdict(final=False)
-            if self._takes_back(verdict, "gradients"):
+            if self.takes_back(verdict, "gradients"):
                 self._dirty = verdict
                 with self.engine.paused():
                     for chunk in model:
@@ -274,7 +229,7 @@ class Protection:
 
     def _before_step(self) -> None:
         verdict = self.engine.verdict()
-        if self._takes_back(verdict, "optimizer"):
+        if self.takes_back(verdict, "optimizer"):
             self._dirty = verdict
             raise Discarded
         self._validation.confirm()
@@ -293,7 +248,7 @@ class Protection:
                         self._before_step()  # the update was skipped; so is what led to it checked
                     break
                 except Discarded:
-                    self._rollback(self._dirty, "optimizer")
+                    self.rollback(self._dirty, "optimizer")
                     with schedule_allowed():
                         self._forward_backward()
             self._verify_parameters()
@@ -301,14 +256,6 @@ class Protection:
             return result
 
         return step
-
-    def _late(self) -> None:
-        """What was found after the last verdict, in the averages for the log: repaired already."""
-        with self.engine.paused():
-            found = self.engine.ledger.collect()
-        if found:
-            action = "repaired" if self.engine.repairs_all else "report"
-            self._emit_verdict(Verdict(True, tuple(found)), "averages", action)
 
     def _clip_and_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the optimizer's own step.
@@ -327,67 +274,36 @@ class Protection:
             raise
 
     def _verify_parameters(self) -> None:
-        """The third verdict: parameters as copied and gathered; repaired, since the inner step stood."""
+        """The third verdict: parameters as copied and gathered; repaired, as the step stood."""
         engine = self.engine
         for repairs in range(self.config.max_rollbacks + 1):
-            exhausted = self._any(self._hooks.exhausted)
+            exhausted = self.on_any_rank(self._hooks.exhausted)
             verdict = engine.verdict()
-            if not self._takes_back(verdict, "parameters"):
+            if not self.takes_back(verdict, "parameters"):
                 return
             if exhausted or repairs == self.config.max_rollbacks:
-                self._stop(EXIT_EXHAUSTED, verdict, "parameters")
-            self._emit_verdict(verdict, "parameters", "rollback")
+                self.stop(EXIT_EXHAUSTED, verdict, "parameters")
+            self.emit_verdict(verdict, "parameters", "rollback")
             iteration, attempt = engine.position.iteration, engine.position.attempt
-            self._event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
+            self.event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
             engine.discard()
             engine.begin(iteration, attempt + 1)
             with engine.at(phase="optimizer", layer=None):
                 self._hooks.write_parameters(self._model)
 
-    def _any(self, mine: bool) -> bool:
-        if dist.get_world_size() == 1:
-            return mine
-        flag = torch.tensor([int(mine)], dtype=torch.int32, device=self.engine.device)
-        with self.engine.paused():
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            return bool(flag.item())
+    # --- rollback ------------------------------------------------------------------------------
 
-    # --- verdicts ------------------------------------------------------------------------------
+    def restore(self, verdict: Verdict) -> None:
+        self._snapshot.restore(self._optimizer)
+        self._validation.forget()
+        if self.planning is not None:
+            self.planning.attempt_discarded()
 
-    def _takes_back(self, verdict: Verdict, point: str) -> bool:
-        """Whether a verdict discards what it is about; stops the run where that is asked for."""
-        if not verdict.dirty:
-            return False
-        if self.config.on_mismatch == "report":
-            self._emit_verdict(verdict, point, "report")
-            return False
-        if self.config.on_mismatch == "abort":
-            self._stop(EXIT_ABORTED, verdict, point)
-        return True
-
-    def _rollback(self, verdict: Verdict, point: str) -> None:
-        """Discards the attempt, restores what it changed and starts the next one."""
-        engine = self.engine
-        iteration, attempt = engine.position.iteration, engine.position.attempt
-        if attempt > self.config.max_rollbacks:
-            self._stop(EXIT_EXHAUSTED, verdict, point)
-        self._emit_verdict(verdict, point, "rollback")
-        self._event("rollback", iteration=iteration, attempt=attempt, scope="iteration")
-        self.statistics.rollbacks += 1
-        with engine.paused():
-            engine.discard()
-            self._snapshot.restore(self._optimizer)
-            self._validation.forget()
-        if self.rank == 0:
-            say(
-                f"iteration {iteration} is discarded on all ranks and repeated "
-                f"(attempt {attempt + 1} of {self.config.max_rollbacks + 1})"
-            )
-        engine.begin(iteration, attempt + 1)
+    def resume(self) -> None:
         if self._overlapped_gather():
             # The parameters themselves may have arrived wrong: what overlaps with the forward is
             # looked at by this iteration's verdict alone. This gathering belongs to the next one.
-            with engine.at(phase="optimizer", layer=None):
+            with self.engine.at(phase="optimizer", layer=None):
                 self._hooks.write_parameters(self._model)
 
     def _overlapped_gather(self) -> bool:
@@ -395,80 +311,6 @@ class Protection:
             getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False)
             for chunk in self._model
         )
-
-    def _redo_chunk(self, found: list[Mismatch]) -> None:
-        position = self.engine.position
-        self._event(
-            "rollback",
-            iteration=position.iteration,
-            attempt=position.attempt,
-            scope="optimizer chunk",
-        )
-        say(
-            f"rank {self.rank}: a chunk of the optimizer's step of iteration {position.iteration} "
-            "is undone and repeated"
-        )
-
-    def _mismatch(self, mismatch: Mismatch) -> None:
-        event = mismatch.to_event()
-        say(mismatch_line(event))
-        self._event("mismatch", **event)
-
-    def _emit_verdict(self, verdict: Verdict, point: str, action: str) -> None:
-        position = self.engine.position
-        self._event(
-            "verdict",
-            iteration=position.iteration,
-            attempt=position.attempt,
-            point=point,
-            mismatches=len(verdict.mine),
-            action=action,
-            findings=[
-                {
-                    "ordinal": m.ordinal,
-                    "operator": m.operator,
-                    "wrong": m.wrong,
-                    "followed_by": m.followed_by,
-                    "note": m.note,
-                }
-                for m in verdict.mine
-            ],
-        )
-
-    def _event(self, kind: Any, **fields: Any) -> None:
-        if self.events is not None:
-            self.events.emit(kind, **fields)
-
-    def _stop(self, code: int, verdict: Verdict, point: str) -> None:
-        """Ends the run on all ranks: they have agreed on the verdict, so all of them get here.
-
-        Raises:
-            SystemExit: With the exit code.
-        """
-        position = self.engine.position
-        action = "abort" if code == EXIT_ABORTED else "exhausted"
-        self._emit_verdict(verdict, point, action)
-        self.engine.flush_counts()
-        where = "; ".join(mismatch_line(m.to_event()) for m in verdict.mine)
-        why = (
-            "--sparetrain-on-mismatch abort"
-            if code == EXIT_ABORTED
-            else f"every one of {position.attempt} attempts mismatched"
-        )
-        if verdict.mine or self.rank == 0:
-            say(
-                f"rank {self.rank} on {host_name()} ({device_name()}): stopping in iteration "
-                f"{position.iteration} with exit code {code}: {why}. {where}"
-            )
-        # Teardown may hang on a peer that is gone: the process ends in bounded time anyway.
-        watchdog = threading.Timer(EXIT_BARRIER_SECONDS, os._exit, (code,))
-        watchdog.daemon = True
-        watchdog.start()
-        with self.engine.paused():
-            self._write_summary()
-        if self.events is not None:
-            self.events.close()
-        raise SystemExit(code)
 
     # --- the rest of the run -------------------------------------------------------------------
 
@@ -491,18 +333,7 @@ class Protection:
             result = original(*args, **kwargs)
             iteration = self.engine.position.iteration
             if iteration and iteration % get_args().log_interval == 0:
-                if dist.get_rank() == dist.get_world_size() - 1:
-                    say(interval_line(self.statistics))
-                self._event(
-                    "iteration",
-                    iteration=iteration,
-                    operators_checked=self.statistics.operators_checked,
-                    mismatches=self.statistics.mismatches,
-                    rollbacks=self.statistics.rollbacks,
-                    seconds_in_checks=self.statistics.seconds_in_checks,
-                    seconds_in_windows=self.statistics.seconds_in_windows,
-                    seconds_total=self.statistics.seconds_total,
-                )
+                self.report_interval(speaks=dist.get_rank() == dist.get_world_size() - 1)
             return result
 
         return training_log
@@ -511,18 +342,7 @@ class Protection:
         def train(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if self._hooks is not None:
-                self._write_summary()
+                self.write_summary()
             return result
 
         return train
-
-    def _write_summary(self) -> None:
-        """Gathers the counters of all ranks; collective."""
-        self.engine.flush_counts()
-        self.statistics.injected = len(self.injector.records)
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, self.statistics.to_dict())
-        if self.rank == 0:
-            merged = Statistics.merge([Statistics.from_dict(p) for p in parts])
-            write_summary(self._directory, merged, self.config, len(parts))
-            print_summary(merged, world_size=len(parts), directory=self._directory)
