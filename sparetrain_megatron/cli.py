@@ -6,13 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
 from sparetrain_megatron import __version__
 from sparetrain_megatron.errors import SparetrainError, UsageError
+from sparetrain_megatron.plan import commands as planning
 from sparetrain_megatron.report.overview import Overview
-from sparetrain_megatron.report.terminal import PLAIN_WIDTH, say
+from sparetrain_megatron.report.terminal import PLAIN_WIDTH, render, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 0
-        return _report(args)
+        return _COMMANDS[args.command](args)
     except SparetrainError as error:
         say("\n".join(f"error: {line}" for line in str(error).splitlines()))
         return error.exit_code
@@ -55,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("directory", metavar="DIR", help="the run's --sparetrain-dir")
     report.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    planning.add_parsers(commands)
     return parser
 
 
@@ -65,13 +68,33 @@ def _report(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     if args.json:
         print(json.dumps(overview.to_dict(), indent=2))
-        return 0
+    else:
+        print(overview.render(**_terminal()), end="")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    return _print(planning.run_plan(args), args.json)
+
+
+def _show(args: argparse.Namespace) -> int:
+    return _print(planning.run_show(args), args.json)
+
+
+def _print(output: planning.Output, as_json: bool) -> int:
+    tables, values = output
+    print(json.dumps(values, indent=2) + "\n" if as_json else render(tables, **_terminal()), end="")
+    return 0
+
+
+def _terminal() -> dict[str, Any]:
+    """Colours and columns of standard output."""
     console = Console()
     tty = console.is_terminal
-    print(
-        overview.render(
-            color=tty and not console.no_color, width=console.width if tty else PLAIN_WIDTH
-        ),
-        end="",
-    )
-    return 0
+    return {
+        "color": tty and not console.no_color,
+        "width": console.width if tty else PLAIN_WIDTH,
+    }
+
+
+_COMMANDS = {"report": _report, "plan": _plan, "show": _show}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,9 +16,6 @@ class Data(BaseModel):
     """Base of all plain, typed, immutable data in this package."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-Model = TypeVar("Model", bound=BaseModel)
 
 
 def write_json(path: str | os.PathLike[str], text: str) -> Path:
@@ -42,18 +39,32 @@ def write_json(path: str | os.PathLike[str], text: str) -> Path:
     return path
 
 
+def read_kind(path: str | os.PathLike[str]) -> str | None:
+    """What a file says it is: `plan`, `profile`; None when it doesn't say.
+
+    Raises:
+        UsageError: Unreadable, or not JSON.
+    """
+    content = _load(path)
+    return content.get("kind") if isinstance(content, dict) else None
+
+
+def _load(path: str | os.PathLike[str]) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: not readable as JSON: {error}") from error
+
+
 def read_json(path: str | os.PathLike[str], kind: str, schema: int) -> dict[str, Any]:
     """Reads a file that must be of one kind and schema.
 
     Raises:
         UsageError: Unreadable, not JSON, or of another kind or schema; names the file.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: not readable as JSON: {error}") from error
+    content = _load(path)
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
         raise UsageError(f"{path}: not a {kind}" + (f" but a {found}" if found else ""))
@@ -64,7 +75,9 @@ def read_json(path: str | os.PathLike[str], kind: str, schema: int) -> dict[str,
     return content
 
 
-def validated(model: type[Model], content: Any, path: str | os.PathLike[str]) -> Model:
+def validated[Model: BaseModel](
+    model: type[Model], content: Any, path: str | os.PathLike[str]
+) -> Model:
     """Builds a model from a file's content.
 
     Raises:

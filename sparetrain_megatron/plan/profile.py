@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from .files import Data, read_json, validated, write_json
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 """Version of the file's schema; raised whenever a field changes its meaning."""
 
 Phase = Literal["forward", "recompute", "backward", "accumulate", "clip", "optimizer"]
@@ -35,13 +35,13 @@ class Identity(Data):
     megatron: str = ""
     """Version of Megatron-Core (or of the framework in its place)."""
 
-    model: dict[str, Scalar] = {}
+    model: dict[str, Scalar] = Field(default_factory=dict)
     """Shape: layers, hidden, ffn, heads, sequence, micro_batch, experts, dtype, …"""
 
-    layout: dict[str, Scalar] = {}
+    layout: dict[str, Scalar] = Field(default_factory=dict)
     """Parallel layout: pipeline, virtual, tensor, data, expert, context, microbatches, …"""
 
-    flags: dict[str, Scalar] = {}
+    flags: dict[str, Scalar] = Field(default_factory=dict)
     """Whatever else changes the operators: recompute, sequence_parallel, …"""
 
     def differences(self, other: Identity) -> list[str]:
