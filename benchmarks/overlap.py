@@ -17,6 +17,7 @@ ratio_spread         its lower and upper quartile
 critical_path_share  checkers' time outside of windows, by timers, ÷ the unprotected step; the rank
                      with more of it. Waiting for the other rank at a verdict is left out:
                      unprotected, the same wait is in the gradients' norm
+predicted_share      what the plan said critical_path_share would be
 busy_growth          growth of the processor time outside of windows, ÷ the unprotected step: it
                      has what no timer sees (interception)
 in_window_share      seconds of replays inside windows ÷ seconds of replays
@@ -61,6 +62,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument(
+        "--strategy",
+        choices=("planned", "everything"),
+        default="planned",
+        help="coarse and full: by a plan made from profiled steps, or defer whatever can be",
+    )
     parser.add_argument("--link", choices=("auto", "namespaces", "emulated"), default="auto")
     parser.add_argument("--rate", type=float, default=0, help="bit/s; not chosen by --idle then")
     options = parser.parse_args(arguments)
@@ -204,12 +211,16 @@ def summary(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
             "floor": max(p["floor"] for p in parts),
             "ranks": parts,
         }
+        planned = [r["predicted"][mode] for r in ranks if mode in r["predicted"]]
+        if planned:
+            result["modes"][mode]["predicted_share"] = max(p["overhead"] for p in planned)
+            result["modes"][mode]["predicted"] = planned
     return result
 
 
 def rank_figures(rank: dict[str, Any], mode: str, unprotected: float) -> dict[str, Any]:
     """One rank's figures in one mode: medians over its steps; shares of the unprotected step."""
-    steps, recorded = _steps(rank, mode), rank["recorded"][mode]
+    steps, recorded = _steps(rank, mode), rank["recorded"][mode]["details"]
     categories = sorted({c for s in steps for c in s["by_category"]})
     by_category = {
         c: statistics.median(s["by_category"].get(c, 0.0) for s in steps) for c in categories
@@ -243,6 +254,7 @@ def rank_figures(rank: dict[str, Any], mode: str, unprotected: float) -> dict[st
         "operators": operators,
         "peak_held_bytes": max(s["peak_held_bytes"] for s in steps),
         "peak_check_bytes": max(s["peak_check_bytes"] for s in steps),
+        "longest_checks_s": dict(list(recorded["operators"].items())[:20]),
     }
 
 
@@ -282,8 +294,8 @@ def print_table(result: dict[str, Any]) -> None:
 
     steps = result["settings"]["steps"]
     table = Table(title=headline(result), caption=f"medians of {steps} steps, modes alternating")
-    table.add_column("mode")
-    columns = "ratio;quartiles;critical path;busy growth;floor;in windows;naive;held"
+    table.add_column("mode", no_wrap=True)
+    columns = "ratio;quartiles;critical path;planned;busy growth;floor;in windows;naive;held"
     for name in columns.split(";"):
         table.add_column(name, justify="right", no_wrap=True)
     for mode, row in result["modes"].items():
@@ -291,13 +303,15 @@ def print_table(result: dict[str, Any]) -> None:
         table.add_row(
             mode,
             f"{row['ratio']:.3f}",
-            f"{low:.3f} to {high:.3f}",
-            *(f"{row[k]:.1%}" for k in ("critical_path_share", "busy_growth", "floor")),
+            f"{low:.3f}-{high:.3f}",
+            f"{row['critical_path_share']:.1%}",
+            f"{row['predicted_share']:.1%}" if "predicted_share" in row else "",
+            *(f"{row[k]:.1%}" for k in ("busy_growth", "floor")),
             *(f"{row[k]:.0%}" for k in ("in_window_share", "naive_share")),
             f"{row['peak_held_bytes'] / 1e6:.1f} MB",
         )
     console = Console()
-    console.width = max(console.width, 112)
+    console.width = max(console.width, 120)
     console.print(table)
     for mode, row in result["modes"].items():
         for number, rank in enumerate(row["ranks"]):

@@ -25,6 +25,7 @@ from two_hosts import EmulatedLink, ShapedLink
 
 ROOT = Path(__file__).resolve().parents[1]
 CALIBRATIONS = 5
+PROFILED = 5
 TOLERANCE = 0.01
 """How far the idle share may be from what was asked for."""
 
@@ -54,9 +55,8 @@ def main() -> None:
     from sparetrain_megatron import megatron
     from sparetrain_megatron.config import SparetrainConfig
 
-    os.environ["SPARETRAIN_TRY_DEFERRAL"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        config = SparetrainConfig(enabled=True, mode="full", dir=folder)
+        config = SparetrainConfig(enabled=True, mode="full", profile_iters=PROFILED, dir=folder)
         protection = megatron.attach(config)
         run = Run(options, protection, emulated=options.link == "emulated")
         training.train_step = run.stepping(training.train_step)
@@ -93,6 +93,8 @@ class Run:
         self.recorded: dict[str, Step] = {}
         self.calibration: list[dict[str, float]] = []
         self.rate = 0.0
+        self.strategies: dict[str, Any] = {}
+        self.predicted: dict[str, Any] = {}
 
     def script(self) -> Generator[tuple[str, bool], Step, None]:
         """Yields the mode of each step and whether to record it; is sent what was measured."""
@@ -101,6 +103,8 @@ class Run:
             yield "unprotected", False
         yield from self._calibrate()
         modes = options.modes
+        if options.strategy == "planned" and {"coarse", "full"} & {*modes}:
+            yield from self._plan()
         for mode in modes:  # once in each mode before counting
             yield mode, False
         for index in range(options.steps):
@@ -130,6 +134,24 @@ class Run:
             known.append((transfer, found["step"]))
             transfer = next_transfer(known, found["busy"] / (1 - options.idle))
 
+    def _plan(self) -> Generator[tuple[str, bool], Step, None]:
+        """Profiles as every protected run does, and plans for each mode from the same profile."""
+        from sparetrain_megatron.megatron.planning import Planned
+        from sparetrain_megatron.plan import Profile, plan
+
+        protection = self.protection
+        yield "profile", False
+        planning = protection.planning
+        while planning.plan is None:
+            yield "profile", False
+        directory = protection.config.directory(None)
+        profile = Profile.load(directory / f"profile.rank{protection.rank}.json")
+        for mode in {"coarse", "full"} & {*self.options.modes}:
+            made = plan(profile, protection.engine.deferred.budget, mode)
+            self.strategies[mode] = Planned(made, protection._recompute.layers)
+            self.predicted[mode] = made.totals.model_dump(mode="json")
+        protection.planning = None  # windows of other modes would seem to have drifted
+
     def _idle(self) -> Generator[tuple[str, bool], Step, dict[str, float]]:
         """Busy seconds, idle share and step of unprotected steps, means over the ranks."""
         import torch.distributed as dist
@@ -156,7 +178,7 @@ class Run:
             if state["next"] is None:
                 state["next"] = next(script)
             mode, detailed = state["next"]
-            with in_mode(self.protection, mode):
+            with in_mode(self.protection, mode, self.strategies.get(mode)):
                 result, step = self._measure(detailed, lambda: protected(*args, **kwargs))
             if self.protection.rank == 0:
                 print(f"{mode:12} {step['seconds']:7.2f} s", file=sys.stderr, flush=True)
@@ -200,7 +222,7 @@ class Run:
             "peak_check_bytes": figures.peak_bytes_held,
         }
         if detailed:
-            step |= recorder.details(start)
+            step["details"] = recorder.details(start)
         return result, step
 
     def report(self, path: Path) -> None:
@@ -212,6 +234,7 @@ class Run:
         mine = {
             "steps": self.steps,
             "recorded": self.recorded,
+            "predicted": self.predicted,
             "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         parts: list[Any] = [None] * dist.get_world_size()
@@ -283,15 +306,24 @@ def same_path(pipeline: Any, link: EmulatedLink | None) -> None:
 
 
 @contextmanager
-def in_mode(protection: Any, mode: str) -> Generator[None]:
-    """Sets everything up for one step in a mode."""
+def in_mode(protection: Any, mode: str, planned: Any = None) -> Generator[None]:
+    """Sets everything up for one step in a mode.
+
+    Args:
+        planned: The mode's strategy; else whatever it may defer is deferred.
+    """
     from sparetrain_megatron.dmr.strategy import Everything, Immediate
 
     engine = protection.engine
+    if mode == "profile":  # the protection does it by itself
+        yield
+        return
     before = protection.enabled, engine.piggyback, engine.strategy
     protection.enabled = mode != "unprotected"
     engine.piggyback = mode != "naive"
-    if mode in ("coarse", "full"):
+    if planned is not None:
+        engine.strategy = planned
+    elif mode in ("coarse", "full"):
         engine.strategy = Everything(rest=mode == "full")
     else:
         engine.strategy = Immediate(piggyback=mode != "naive")
@@ -305,7 +337,7 @@ def arguments(options: Any) -> list[str]:
     """Megatron's flags: a Llama-style model on two pipeline stages, full recompute."""
     hidden = options.hidden
     rounds = options.steps + 2
-    steps = 4 + 3 * CALIBRATIONS + rounds * len(options.modes)
+    steps = 4 + 3 * CALIBRATIONS + PROFILED + rounds * len(options.modes)
     text = f"""
         --pipeline-model-parallel-size 2
         --num-layers {options.layers} --hidden-size {hidden}

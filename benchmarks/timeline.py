@@ -55,6 +55,8 @@ class Recorder:
         self.windows: list[tuple[float, float, float]] = []  # opened, completed, left
         self.inside: list[Interval] = []
         self.outside: list[Interval] = []
+        self.verdicts: list[Interval] = []
+        self.operators: dict[str, float] = defaultdict(float)
         self.work: list[list[float]] = []  # when it was there to be done, its seconds
         self._tapes = {}
         self._opened = self._completed = 0.0
@@ -70,6 +72,8 @@ class Recorder:
             "windows": moved(self.windows),
             "inside": moved(self.inside),
             "outside": moved(union(self.outside)),
+            "verdicts": moved(self.verdicts),
+            "operators": dict(sorted(self.operators.items(), key=lambda item: -item[1])),
             "work": [[round(t - start, 6), round(s, 6)] for t, s in self.work],
         }
 
@@ -85,6 +89,7 @@ class Recorder:
     def _running(self, category: str) -> Iterator[None]:
         self.flush()
         self._stack.append(category)
+        checks = self._statistics.seconds_in_checks
         start, cpu = time.perf_counter(), time.thread_time()
         try:
             yield
@@ -95,8 +100,11 @@ class Recorder:
             if category == "verdict":
                 # Ranks wait for each other here; unprotected, they do in the gradients' norm.
                 self.waited_in_verdicts += max(0.0, end - start - (time.thread_time() - cpu))
+                if self.detailed:
+                    self.verdicts.append((start, end))
             elif self.detailed:
-                self.outside.append((start, end))
+                # Of the optimizer's chunk one execution is the training's own.
+                self.outside.append((start, start + self._statistics.seconds_in_checks - checks))
 
     def _wrap(self, owner: Any, name: str, category: str) -> None:
         original = getattr(owner, name)
@@ -119,6 +127,7 @@ class Recorder:
             if self.detailed:
                 now = time.perf_counter()
                 self.outside.append((now - seconds, now))
+                self.operators[f"{method} {operator.name} {engine.position.phase}"] += seconds
 
         engine.count = count
 
@@ -200,7 +209,8 @@ class Recorder:
                 start = time.perf_counter()
                 result = original(*args, **kwargs)
                 end = time.perf_counter()
-                self.windows.append((start, end, end))
+                if end - start > 1e-4:  # a group of one waits for nobody
+                    self.windows.append((start, end, end))
                 return result
 
             setattr(dist, name, call)
@@ -241,7 +251,7 @@ def unhidden(windows: Sequence[Sequence[float]], work: Sequence[Sequence[float]]
 
 COLOURS = {
     "compute": "#b8c4d0",
-    "window": "#f3ecd8",
+    "waiting: windows, verdicts": "#f3ecd8",
     "checkers in windows": "#2a9d5c",
     "checkers outside": "#c8442e",
 }
@@ -251,7 +261,8 @@ def draw(steps: dict[str, list[dict[str, Any]]], title: str, path: Path) -> None
     """Draws one iteration per mode and rank.
 
     Args:
-        steps: For each mode, for each rank: ``seconds`` and what :meth:`Recorder.details` gives.
+        steps: For each mode, for each rank: ``seconds``, and as ``details`` what
+            :meth:`Recorder.details` gives.
     """
     import matplotlib
 
@@ -264,12 +275,14 @@ def draw(steps: dict[str, list[dict[str, Any]]], title: str, path: Path) -> None
     for axis, (mode, ranks) in zip(axes[:, 0], steps.items()):
         for rank, step in enumerate(ranks):
             bar = (len(ranks) - 1 - rank - 0.4, 0.8)
-            windows = [(w[0], w[2] - w[0]) for w in step["windows"]]
+            details = step["details"]
+            waits = [(w[0], w[2] - w[0]) for w in details["windows"]]
+            waits += [(a, b - a) for a, b in details["verdicts"]]
             layers = {
                 "compute": [(0.0, step["seconds"])],
-                "window": windows,
-                "checkers in windows": [(a, b - a) for a, b in step["inside"]],
-                "checkers outside": [(a, b - a) for a, b in step["outside"]],
+                "waiting: windows, verdicts": waits,
+                "checkers in windows": [(a, b - a) for a, b in details["inside"]],
+                "checkers outside": [(a, b - a) for a, b in details["outside"]],
             }
             for name, spans in layers.items():
                 axis.broken_barh(spans, bar, facecolors=COLOURS[name], linewidth=0)

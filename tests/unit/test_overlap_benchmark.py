@@ -41,7 +41,9 @@ class TestArguments:
         options = overlap.parse(["--steps", "3"])
         words = overlap_rank.arguments(options)
         iterations = int(words[words.index("--train-iters") + 1])
-        assert iterations >= 4 + 3 * overlap_rank.CALIBRATIONS + 5 * len(options.modes)
+        assert iterations >= 4 + 3 * overlap_rank.CALIBRATIONS + overlap_rank.PROFILED + 5 * len(
+            options.modes
+        )
 
 
 class TestCalibration:
@@ -264,10 +266,12 @@ def rank(*, naive=0.1, in_windows=0.5, drained=0.1):
         for index in range(2)
         for mode, step, seconds in (("unprotected", nothing, 8.0), ("full", protected, 8.4))
     ]
-    recorded = {"windows": [(1.0, 2.0, 2.0)], "work": [(0.5, 0.8), (3.0, 0.06)]}
+    recorded = {"windows": [(1.0, 2.0, 2.0)], "work": [(0.5, 0.8), (3.0, 0.06)], "operators": {}}
+    empty = {"windows": [], "work": [], "operators": {}}
     return {
         "steps": steps,
-        "recorded": {"unprotected": {"windows": [], "work": []}, "full": recorded},
+        "recorded": {"unprotected": {"details": empty}, "full": {"details": recorded}},
+        "predicted": {"full": {"overhead": 0.03}},
         "peak_process_bytes": 1 << 30,
     }
 
@@ -290,6 +294,9 @@ class TestSummary:
     def test_waiting_for_the_peer_at_a_verdict_is_not_on_the_critical_path(self, full):
         assert full["critical_path_share"] == pytest.approx(0.2 / 8)
         assert full["busy_growth"] == pytest.approx(0.2 / 8)
+
+    def test_what_the_plan_said(self, full):
+        assert full["predicted_share"] == 0.03
 
     def test_shares(self, full):
         assert full["in_window_share"] == pytest.approx(0.5 / 0.6)
