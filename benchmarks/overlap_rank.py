@@ -119,20 +119,29 @@ class Run:
         options = self.options
         size = options.sequence * options.hidden * 2  # bytes of BF16 activations, [s, 1, h]
         fast = yield from self._idle()
-        known = [(0.0, fast["step"])]
         transfer = first_transfer(fast["busy"], fast["step"], options.idle, options.microbatches)
+        tried: list[tuple[float, float]] = []
         for _ in range(CALIBRATIONS):
-            self.rate = options.rate or 8 * size / transfer
-            self.link.set_rate(self.rate)
+            self.set_rate(options.rate or 8 * size / transfer)
             yield "unprotected", False  # what was under way at the old rate
             found = yield from self._idle()
             self.calibration.append({"bits_per_second": self.rate, **found})
-            if self.protection.rank == 0:
-                print(f"{self.rate / 1e6:.2f} Mbit/s: idle {found['idle']:.1%}", file=sys.stderr)
-            if options.rate or abs(found["idle"] - options.idle) <= TOLERANCE:
+            self.say(f"{self.rate / 1e6:.2f} Mbit/s: idle {found['idle']:.1%}")
+            tried.append((abs(found["idle"] - options.idle), self.rate))
+            if options.rate or tried[-1][0] <= TOLERANCE:
                 break
-            known.append((transfer, found["step"]))
-            transfer = next_transfer(known, found["busy"] / (1 - options.idle))
+            wanted = found["busy"] / (1 - options.idle)
+            transfer = next_transfer(transfer, found["step"], fast["step"], wanted)
+        self.set_rate(min(tried)[1])
+
+    def set_rate(self, bits_per_second: float) -> None:
+        if bits_per_second != self.rate:
+            self.rate = bits_per_second
+            self.link.set_rate(bits_per_second)
+
+    def say(self, text: str) -> None:
+        if self.protection.rank == 0:
+            print(text, file=sys.stderr, flush=True)
 
     def _plan(self) -> Generator[tuple[str, bool], Step, None]:
         """Profiles as every protected run does, and plans for each mode from the same profile."""
@@ -180,8 +189,7 @@ class Run:
             mode, detailed = state["next"]
             with in_mode(self.protection, mode, self.strategies.get(mode)):
                 result, step = self._measure(detailed, lambda: protected(*args, **kwargs))
-            if self.protection.rank == 0:
-                print(f"{mode:12} {step['seconds']:7.2f} s", file=sys.stderr, flush=True)
+            self.say(f"{mode:12} {step['seconds']:7.2f} s")
             try:
                 state["next"] = script.send(step)
             except StopIteration:
@@ -260,17 +268,18 @@ def first_transfer(busy: float, step: float, idle: float, microbatches: int) -> 
     return max(1e-4, (busy / (1 - idle) - step) / (2 * microbatches))
 
 
-def next_transfer(known: list[tuple[float, float]], wanted: float) -> float:
-    """A better guess, on the line through the two nearest known points.
+def next_transfer(transfer: float, step: float, fast: float, wanted: float) -> float:
+    """A better guess, on the line through the step over a fast link.
+
+    At most twice or half of the last one: on a busy machine a measurement may be far off.
 
     Args:
-        known: Seconds of a transfer, and of the step that it led to.
+        transfer, step: Seconds of a transfer, and of the step that it led to.
+        fast: Seconds of a step over a fast link.
         wanted: Seconds that the step should take.
     """
-    (x0, y0), (x1, y1) = sorted(known, key=lambda point: abs(point[1] - wanted))[:2]
-    if y0 == y1 or x0 == x1:
-        return x0
-    return max(1e-4, x0 + (wanted - y0) * (x1 - x0) / (y1 - y0))
+    factor = (wanted - fast) / (step - fast) if step > fast else 2.0
+    return transfer * min(2.0, max(0.5, factor))
 
 
 def same_path(pipeline: Any, link: EmulatedLink | None) -> None:

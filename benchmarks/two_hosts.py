@@ -16,6 +16,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 PORT = 29500
@@ -84,6 +85,7 @@ class Namespaces:
         for tool in ("ip", "tc"):
             if shutil.which(tool) is None:
                 raise LinkError(f"{tool} is absent (Debian package iproute2)")
+        _remove_stale()
         for name in self.namespaces:
             command("ip", "netns", "add", name)
             self._made.append(name)
@@ -114,6 +116,14 @@ class Namespaces:
             "GLOO_SOCKET_IFNAME": self.devices[rank],
         }
         return ["ip", "netns", "exec", self.namespaces[rank]], environment
+
+
+def _remove_stale() -> None:
+    """Removes what runs left behind that were killed."""
+    for path in Path("/run/netns").glob("sparetrain-*-[01]"):
+        if not Path("/proc", path.name.split("-")[1]).exists():
+            with contextlib.suppress(LinkError):
+                command("ip", "netns", "del", path.name)
 
 
 class Loopback:
@@ -172,8 +182,12 @@ def hosts(kind: str) -> Iterator[Namespaces | Loopback]:
 
 def _terminated(number: int, frame: Any) -> None:
     for handled in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(handled, signal.SIG_IGN)  # one is enough: the rest is cleaning up
+        signal.signal(handled, _ignored)  # one is enough: the rest is cleaning up
     raise SystemExit(128 + number)
+
+
+def _ignored(number: int, frame: Any) -> None:
+    pass
 
 
 # --- in the rank's process -----------------------------------------------------------------------

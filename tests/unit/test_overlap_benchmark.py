@@ -53,7 +53,7 @@ class TestCalibration:
 
     def test_never_faster_than_possible(self):
         assert overlap_rank.first_transfer(2.0, 9.0, 0.5, 8) > 0
-        assert overlap_rank.next_transfer([(0.0, 5.0), (0.1, 6.0)], 1.0) > 0
+        assert overlap_rank.next_transfer(0.1, 6.0, 5.0, 1.0) > 0
 
     @pytest.mark.parametrize("idle", (0.5, 0.68, 0.77))
     def test_converges_where_small_transfers_hide_behind_compute(self, idle):
@@ -62,19 +62,19 @@ class TestCalibration:
         def step(transfer):
             return 2.3 + 13 * max(0.0, transfer - 0.02) + 3 * transfer
 
-        known = [(0.0, step(0.0))]
         transfer = overlap_rank.first_transfer(busy, step(0.0), idle, 8)
         for _ in range(overlap_rank.CALIBRATIONS):
             found = 1 - busy / step(transfer)
             if abs(found - idle) <= overlap_rank.TOLERANCE:
                 break
-            known.append((transfer, step(transfer)))
-            transfer = overlap_rank.next_transfer(known, busy / (1 - idle))
+            wanted = busy / (1 - idle)
+            transfer = overlap_rank.next_transfer(transfer, step(transfer), step(0.0), wanted)
         assert found == pytest.approx(idle, abs=overlap_rank.TOLERANCE)
 
-    def test_the_two_nearest_points_make_the_line(self):
-        known = [(0.0, 0.0), (1.0, 10.0), (2.0, 30.0)]
-        assert overlap_rank.next_transfer(known, 20.0) == pytest.approx(1.5)
+    def test_one_wrong_measurement_leads_not_far_away(self):
+        assert overlap_rank.next_transfer(0.1, 2.001, 2.0, 8.0) == pytest.approx(0.2)
+        assert overlap_rank.next_transfer(0.1, 1.9, 2.0, 8.0) == pytest.approx(0.2)
+        assert overlap_rank.next_transfer(0.1, 90.0, 2.0, 8.0) == pytest.approx(0.05)
 
 
 class TestFloor:
