@@ -73,6 +73,11 @@ class _Arrival:
     settle: Callable[[torch.Tensor], None]
     transfers: Sequence[_Transfer]  # what brings it, and its repetitions
 
+    @property
+    def by_copy(self) -> bool:
+        """Whether the transport may deliver it by a copy."""
+        return any(t.name == "reduce_scatter" for t in self.transfers)
+
 
 @dataclasses.dataclass(slots=True)
 class _Channel:
@@ -351,14 +356,19 @@ class Collectives:
         """An operator is about to read or write these: looks at results among them first.
 
         Some transports (gloo's reduce-scatter) deliver a result by a copy into it while they are
-        waited for; the copy's target is therefore not looked at yet.
+        waited for; such a copy's target is therefore not looked at yet.
         """
         if operator.name == "copy_":
+            self.look_at(tensors_of(args[:1]), copied_into=True)
             args = args[1:]
         self.look_at(tensors_of(args, kwargs))
 
-    def look_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These are about to be read; the framework has waited for those that were on their way."""
+    def look_at(self, tensors: Sequence[torch.Tensor], copied_into: bool = False) -> None:
+        """These are about to be read; the framework has waited for those that were on their way.
+
+        Args:
+            copied_into: They are about to be the target of a copy, perhaps of the result itself.
+        """
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 continue
@@ -370,7 +380,8 @@ class Collectives:
             high = low + bits.span(tensor) * size
             ready = [a for a in waiting if a.low < high and low < a.high]
             for arrival in ready:
-                self._settle(arrival)
+                if not (copied_into and arrival.by_copy):
+                    self._settle(arrival)
 
     def _settle(self, arrival: _Arrival) -> None:
         waiting = self.arriving[arrival.storage]

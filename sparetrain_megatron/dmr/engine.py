@@ -15,11 +15,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from . import naive
 from .collectives import Collectives
 from .deferred import Deferred
-from .fingerprint import fingerprint
+from .fingerprint import Fingerprint, fingerprint
 from .interceptor import Guarded, Interceptor
 from .ledger import Ledger
 from .mismatch import Mismatch
@@ -28,7 +29,8 @@ from .piggyback import Digests, Entry, FirstPass, SecondPass, same
 from .position import Position
 from .second_device import Call, SecondDevice, combine
 from .strategy import Immediate, Strategy
-from .tape import Tape
+from .tape import Source, Tape
+from .template import Template
 
 
 class Injecting(Protocol):
@@ -142,6 +144,11 @@ class Engine:
         self.collectives = Collectives(self)
         self.deferred = Deferred(self)
         self.tape: Tape | None = None
+        self.closed: list[Tape] = []
+        """Tapes of the present block."""
+        self.binding: dict[Source, Fingerprint] | None = None
+        """Fingerprints of what leaves the block that runs unseen."""
+        self._unseen = False
         self.observer: Observing | None = None
         self.waited = 0.0
         """Seconds in windows since the start."""
@@ -239,7 +246,11 @@ class Engine:
         self._interceptor = Guarded(self)
 
     def foreign(
-        self, operator: Operator, function: Callable[..., Any], tensors: tuple, state: int = 0
+        self,
+        operator: Operator,
+        function: Callable[..., Any],
+        tensors: tuple,
+        state_of: Callable[[Any], Sequence[torch.Tensor]],
     ) -> None:
         """Executes a kernel that the dispatcher doesn't see, as an operator; see ``foreign.py``.
 
@@ -247,12 +258,12 @@ class Engine:
             operator: Its class, and which of ``tensors`` it writes.
             function: Executes it on flat tensors and returns flat tensors.
             tensors: Its arguments.
-            state: How many of the results, at their end, nobody will hold any longer: they are
-                compared with the values that they have now.
+            state_of: Those of its results that nobody will hold any longer: they are compared with
+                the values that they have now.
         """
-        output = self._interceptor.foreign(operator, function, tensors)
-        if self.tape is not None and state:
-            for tensor in output[-state:]:
+        results = self._interceptor.foreign(operator, function, tensors)
+        if self.tape is not None:
+            for tensor in state_of(results):
                 self.tape.mark(tensor)
 
     # --- counting ------------------------------------------------------------------------------------
@@ -325,6 +336,66 @@ class Engine:
             self.close_tape()
             self.tape = Tape(self.position, self.deferred.constants)
 
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Operators run without the interceptor: those of a bound block."""
+        with _pop_mode_temporarily(), self._compiled_graphs(False):
+            self._unseen = True
+            try:
+                yield
+            finally:
+                self._unseen = False
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """The interceptor takes part again, for a moment inside of :meth:`unseen`."""
+        if not self._unseen:
+            yield
+            return
+        self._unseen = False
+        with self._interceptor, self._compiled_graphs(True):
+            try:
+                yield
+            finally:
+                self._unseen = True
+
+    def push_bound(
+        self,
+        template: Template,
+        inputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        digests: dict[Source, Fingerprint],
+        returned: Sequence[torch.Tensor],
+    ) -> None:
+        """A block has run unseen: its replay waits for a window.
+
+        Args:
+            digests: What has left it so far.
+            returned: Gradients that it gives back.
+        """
+        start = time.perf_counter()
+        for i, tensor in enumerate(returned):
+            digests["result", i] = fingerprint(tensor)
+        tape = template.bind(self.position, inputs, gradients, digests)
+        if tape is None:
+            mismatch = self.reporter("segment", "deferred")()
+            mismatch.wrong = "software"
+            mismatch.note = "a gradient that the block's template has did not appear"
+            self.ledger.record(mismatch)
+        else:
+            self.deferred.push(tape)
+            self._counts["deferred"][BOUND] += tape.computing
+        self.statistics.seconds_in_checks += time.perf_counter() - start
+
+    def gradient_ready(self, address: int, gradient: torch.Tensor) -> None:
+        """A parameter's gradient goes into its buffer: it leaves the block that is being bound.
+
+        Args:
+            address: Of the parameter's place in the buffer.
+        """
+        if self.binding is not None:
+            self.binding["accumulate", address] = fingerprint(gradient)
+
     def within_budget(self, tape: Tape) -> bool:
         """Makes room for what the open tape holds; ends it, and deferral of its region, if it can't.
 
@@ -339,15 +410,20 @@ class Engine:
         deferred.drain("demoted")
         return False
 
-    def close_tape(self) -> None:
-        """Ends recording."""
+    def close_tape(self, returned: Sequence[torch.Tensor] = ()) -> None:
+        """Ends recording.
+
+        Args:
+            returned: What the recorded region gives back.
+        """
         tape, self.tape = self.tape, None
         if tape is not None and tape.entries:
             start = time.perf_counter()
             # The layer is known when its module has run.
             tape.position.layer = self.position.layer
             with torch.no_grad():
-                tape.close()
+                tape.close(returned)
+                self.closed.append(tape)
                 self.deferred.push(tape)
             self.statistics.seconds_in_checks += time.perf_counter() - start
 
@@ -429,9 +505,11 @@ class Engine:
             self.collectives.look_at(outputs)
         digests = tuple(fingerprint(t) for t in outputs)
         self.ledger.check(same(first.outputs, digests), self.reporter("segment", "piggyback"))
+        if self.binding is not None:
+            self.binding.update((("output", i), digest) for i, digest in enumerate(digests))
         if self.tape is not None:
-            for tensor, digest in zip(outputs, digests):
-                self.tape.mark(tensor, digest)
+            for i, (tensor, digest) in enumerate(zip(outputs, digests)):
+                self.tape.mark(tensor, digest, ("output", i))
 
     def close_second_pass(self, second: SecondPass) -> None:
         """Ends a recompute. One that left operators out has verified nothing of them."""
@@ -667,7 +745,9 @@ class Engine:
         self.ledger.collect()
         self.second_device.abandon()
         self.deferred.abandon()
-        self.tape = None
+        self.tape = self.binding = None
+        self.closed.clear()
 
 
 _ANY = Operator("", Kind.PURE)
+BOUND = Operator("bound", Kind.PURE)

@@ -56,6 +56,8 @@ class Kernel:
         scratch: Those whose contents mean nothing before and after.
         random: It draws from a generator: an argument, or its device's default one.
         undefined: Positions of returned values that have no defined contents.
+        itemwise: A list of lists of tensors whose items are computed each by itself: a large call
+            may be made as several of fewer items.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Kernel:
     scratch: frozenset[str] = frozenset()
     random: bool = False
     undefined: frozenset[int] = frozenset()
+    itemwise: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,11 +77,24 @@ class Parts:
         tensors: Its tensors.
         put_together: Makes an equal object that holds other tensors in their places.
         state: Indices of the tensors that a call changes although the object is only an argument.
+        copies: Indices of the tensors that hold the same values once more, in another layout. One
+            execution of a call may make them and another not, as they are asked for.
     """
 
     tensors: list[torch.Tensor]
     put_together: Callable[[Sequence[torch.Tensor]], Any]
     state: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
+
+
+class Results(tuple[torch.Tensor, ...]):
+    """What an execution gave.
+
+    Attributes:
+        copies: How many at its end are :attr:`Parts.copies`.
+    """
+
+    copies = 0
 
 
 class Unsupported(Exception):
@@ -170,10 +186,10 @@ class Call:
         self._places.clear()
         self.operator = _operator(kernel, tuple(dict.fromkeys(written)))
 
-    @property
-    def states(self) -> int:
-        """How many tensors of state it changes."""
-        return len(self._state)
+    def state_of(self, results: Results) -> tuple[torch.Tensor, ...]:
+        """The state after the call."""
+        end = len(results) - results.copies
+        return results[end - len(self._state) : end]
 
     def _encode(self, value: Any) -> Any:
         if type(value) in (list, tuple):
@@ -202,12 +218,12 @@ class Call:
             self.tensors.append(tensor.clone() if state else tensor)
         return place
 
-    def __call__(self, *tensors: Any) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *tensors: Any) -> Results:
         """Executes the kernel; the first time that it gets the caller's tensors is the primary.
 
         Returns:
-            The tensors that it returned, then the state after it. Aliases of arguments are left
-            out: what is written is compared where it stands.
+            The tensors that it returned, the state after it, then copies. Aliases of arguments are
+            left out: what is written is compared where it stands.
         """
         live = self._live
         if live is not None and all(a is b for a, b in zip(tensors, live[2], strict=True)):
@@ -224,27 +240,32 @@ class Call:
             output = self._function(*args, **_decode(self._kwargs, given))
             after = [given[i] for i in self._state]
         known = {_storage(t) for t in tensors if isinstance(t, torch.Tensor)}
-        fresh = [t for t in self._returned(output) if _storage(t) not in known]
-        return (*fresh, *after)
+        fresh: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+        for i, item in enumerate(output if isinstance(output, (list, tuple)) else (output,)):
+            if i not in self._kernel.undefined:
+                self._collect(item, known, fresh, copies)
+        results = Results((*fresh, *after, *copies))
+        results.copies = len(copies)
+        return results
 
-    def _returned(self, output: Any) -> Iterator[torch.Tensor]:
-        if isinstance(output, (list, tuple)):
-            for i, item in enumerate(output):
-                if i not in self._kernel.undefined:
-                    yield from self._leaves(item)
-        else:
-            yield from self._leaves(output)
-
-    def _leaves(self, value: Any) -> Iterator[torch.Tensor]:
+    def _collect(
+        self, value: Any, known: set[int], fresh: list[torch.Tensor], copies: list[torch.Tensor]
+    ) -> None:
         if isinstance(value, (list, tuple)):
             for item in value:
-                yield from self._leaves(item)
+                self._collect(item, known, fresh, copies)
             return
         parts = self._take_apart(value)
-        if parts is not None:
-            yield from parts.tensors
-        elif isinstance(value, torch.Tensor):
-            yield value
+        if parts is None:
+            parts = Parts([value] if isinstance(value, torch.Tensor) else [], _nothing)
+        for i, tensor in enumerate(parts.tensors):
+            if _storage(tensor) not in known:
+                (copies if i in parts.copies else fresh).append(tensor)
+
+
+def _nothing(tensors: Sequence[torch.Tensor]) -> None:
+    return None
 
 
 class ForeignKernel:
@@ -275,6 +296,30 @@ class ForeignKernel:
         engine = self._engine
         if not engine.is_active:
             return self.function(*args, **kwargs)
+        result = None
+        for part in self._portions(args):
+            result = self._once(part, kwargs)
+        return result
+
+    def _portions(self, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """The call as several that write no more than the engine copies at one time."""
+        kernel, limit = self.kernel, self._engine.copy_limit
+        place = kernel.parameters.index(kernel.itemwise) if kernel.itemwise else len(args)
+        if place >= len(args) or not limit:
+            yield args
+            return
+        lists = args[place]
+        low = room = 0
+        for i, item in enumerate(zip(*lists)):
+            size = sum(t.numel() * t.element_size() for t in item)
+            if i > low and size > room:
+                yield (*args[:place], [each[low:i] for each in lists], *args[place + 1 :])
+                low = i
+            room = (limit if i == low else room) - size
+        yield (*args[:place], [each[low:] for each in lists], *args[place + 1 :])
+
+    def _once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine = self._engine
         with engine.paused():
             try:
                 call = Call(self.kernel, self.function, self._take_apart, args, kwargs)
@@ -283,7 +328,7 @@ class ForeignKernel:
                 return self.function(*args, **kwargs)
         # What the caller passed and what it gets back is its own: a recorded call keeps neither.
         tensors, call.tensors = tuple(call.tensors), []
-        engine.foreign(call.operator, call, tensors, call.states)
+        engine.foreign(call.operator, call, tensors, call.state_of)
         result, call.result = call.result, None
         return result
 

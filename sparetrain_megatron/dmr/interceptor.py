@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import naive
+from .foreign import Results
 from .operators import Kind, Operator, describe, tensors_of
 from .second_device import Call
 from .tape import Tape
@@ -148,6 +149,12 @@ class Interceptor(TorchDispatchMode):
                 naive.check_pure(engine, operator, func, args, kwargs, output, state)
         start = _clock()
         again = None if written or operator.random else Call(func, args, kwargs)
+        if type(output) is Results and output.copies:
+            # The other pass need not have made the copies: these are checked here.
+            if again is not None:
+                naive.check_pure(engine, operator, func, args, kwargs, output, None)
+                again = Call(_Without(func, output.copies), args, kwargs)
+            produced = produced[: -output.copies]
         engine.observe(operator.name, produced, again)
         if again is not None and engine.second_device.sampling:
             engine.second_device.sample(engine, operator, again, produced)
@@ -202,8 +209,9 @@ class Interceptor(TorchDispatchMode):
             return self._recorded(tape, operator, func, args, kwargs)
         # It writes outside of the tape: what it reads of the tape leaves it here.
         start = _clock()
+        source = ("accumulate", written[0].data_ptr()) if len(written) == 1 else None
         for tensor in tensors_of(args, kwargs):
-            tape.mark(tensor)
+            tape.mark(tensor, source=source)
         for tensor in written:
             tape.forget(tensor)
         engine.statistics.seconds_in_checks += _clock() - start
@@ -273,6 +281,17 @@ class Guarded(Interceptor):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Without:
+    """A foreign call without the copies among its results."""
+
+    def __init__(self, func: Any, copies: int) -> None:
+        self._func = func
+        self._copies = copies
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(self._func(*args)[: -self._copies])
 
 
 def _crashes_if_wrong(produced: list[torch.Tensor]) -> bool:

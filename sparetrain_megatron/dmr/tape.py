@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,10 @@ from .position import Position
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+Source = tuple[str, int]
+"""A name for a value at a block's boundary: ``("input", 0)``, ``("accumulate", address)``, …"""
 
 
 class Ref:
@@ -82,6 +86,7 @@ class Leaving:
     after: int
     ref: Ref
     digest: Fingerprint
+    source: Source | None = None
 
 
 class Tape:
@@ -183,13 +188,24 @@ class Tape:
         reads, self._reads = self._reads, []
         self.entries.append(Entry(operator, func, args, kwargs, outputs, state, phase, reads))
 
-    def mark(self, tensor: torch.Tensor, digest: Fingerprint | None = None) -> None:
-        """A value leaves the tape here, with the bits it has now."""
+    def mark(
+        self,
+        tensor: torch.Tensor,
+        digest: Fingerprint | None = None,
+        source: Source | None = None,
+    ) -> None:
+        """A value leaves the tape here, with the bits it has now.
+
+        Args:
+            digest: Its fingerprint, if it is known.
+            source: Its name, if it has one.
+        """
         slot = self._slots.get(tensor.untyped_storage()._cdata)
         if slot is not None and slot in self._alive:
             if digest is None:
                 digest = fingerprint(tensor)
-            self.leaving.append(Leaving(len(self.entries), Ref(slot, tensor.detach()), digest))
+            ref = Ref(slot, tensor.detach())
+            self.leaving.append(Leaving(len(self.entries), ref, digest, source))
 
     def forget(self, tensor: torch.Tensor) -> None:
         """The tensor's storage will hold something else from now on; its slot keeps what it had."""
@@ -202,13 +218,18 @@ class Tape:
         self.held[slot] = _on_storage(held, held.untyped_storage().clone())
         del self._slots[key]
 
-    def close(self) -> None:
-        """Ends recording: internal values that are still alive leave the tape."""
+    def close(self, returned: Sequence[torch.Tensor] = ()) -> None:
+        """Ends recording: internal values that are still alive leave the tape.
+
+        Args:
+            returned: Tensors that the region gives back, whose values get names.
+        """
+        names = {t.untyped_storage()._cdata: ("result", i) for i, t in enumerate(returned)}
         for slot, weak in self._alive.items():
             if not torch.UntypedStorage._expired(weak):
                 storage = torch.UntypedStorage._new_with_weak_ptr(weak)
                 if storage is not None and storage.nbytes():
-                    self._leave(slot, storage)
+                    self._leave(slot, storage, names.get(storage._cdata))
             torch.UntypedStorage._free_weak_ref(weak)
         internal = set(self._alive)
         self._slots.clear()
@@ -217,14 +238,14 @@ class Tape:
         self._partial.clear()
         self._schedule(internal)
 
-    def _leave(self, slot: int, storage: torch.UntypedStorage) -> None:
+    def _leave(self, slot: int, storage: torch.UntypedStorage, source: Source | None) -> None:
         refs = self._partial.get(slot)
         if refs is None:
             refs = [self._bases[slot]]
         for ref in refs:
             view = torch.empty(0, dtype=ref.dtype, device=storage.device)
             view.set_(storage, ref.offset, ref.size, ref.stride)
-            self.leaving.append(Leaving(len(self.entries), ref, fingerprint(view)))
+            self.leaving.append(Leaving(len(self.entries), ref, fingerprint(view), source))
 
     def _schedule(self, internal: set[int]) -> None:
         """Computes when each value is compared and when it may be dropped during a replay."""
@@ -244,12 +265,21 @@ class Tape:
         for slot, i in last.items():
             if slot in internal:
                 drops[i].append(slot)
-        self._checks, self._drops = dict(checks), dict(drops)
+        self.bound(dict(checks), dict(drops))
         live = 0
         for i, entry in enumerate(self.entries):
             live += sum(self._sizes[slot] for slot in entry.outputs if slot is not None)
             self.transient_bytes = max(self.transient_bytes, live)
-            live -= sum(self._sizes[slot] for slot in self._drops.get(i, ()))
+            live -= sum(self._sizes[slot] for slot in self.drops.get(i, ()))
+
+    def reschedule(self, original: Tape) -> None:
+        """Computes anew what depends on the entries, some of ``original``'s having been left out."""
+        self._sizes = original._sizes
+        self._schedule({s for entry in self.entries for s in entry.outputs if s is not None})
+
+    def bound(self, checks: dict[int, list[Leaving]], drops: dict[int, list[int]]) -> None:
+        """Sets what is compared after each operator, and which slots are not needed any longer."""
+        self._checks, self.drops = checks, drops
 
     # --- what it holds ---------------------------------------------------------------------------
 
@@ -292,7 +322,7 @@ class Tape:
                     found.append(value)
                 elif equal is not True:
                     engine.ledger.check(equal, self.reporter(engine, value))
-            for slot in self._drops.get(i, ()):
+            for slot in self.drops.get(i, ()):
                 values[slot] = None
             yield
         self._values = None
