@@ -149,7 +149,8 @@ def _caches() -> list[Any]:
     return [
         thing
         for thing in gc.get_objects()
-        if isinstance(thing, functools._lru_cache_wrapper)
+        # Not isinstance, which would follow a weak proxy to an object that is gone.
+        if issubclass(type(thing), functools._lru_cache_wrapper)
         and str(getattr(thing, "__module__", "")).startswith("megatron.")
     ]
 
