@@ -91,7 +91,7 @@ class CompiledCall:
         for index in self._graph.mutated_input_idxs:
             self._written.append((self._inputs[index], self._inputs[index].clone()))
         generators = [torch.default_generator]
-        devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
+        devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
         generators += [torch.cuda.default_generators[index] for index in sorted(devices)]
         states = [generator.get_state() for generator in generators]
         outputs = _original_call(self._graph, list(self._inputs))

@@ -56,6 +56,8 @@ def install() -> None:
         )
     # Dynamo asks the CUDA driver for the state of streams when it compiles (core/jit.py).
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # Where it may compile all the same, Inductor must not look for the device by itself.
+    os.environ.setdefault("TORCHINDUCTOR_TRITON_DISABLE_DEVICE_DETECTION", "1")
     patches = Patches()
     surface.replace_device_queries(patches)
     surface.replace_streams(patches)

@@ -118,7 +118,9 @@ def replace_streams(patches: Patches) -> None:
         "current_stream": current_stream,
         "default_stream": current_stream,
         "set_stream": _nothing,
-        "synchronize": _nothing,
+        # Not the function that stands in for torch.accelerator's: torch.compile's tracer keeps a
+        # table of functions and refuses to enter one twice.
+        "synchronize": lambda device=None: None,
         "_sleep": _nothing,
         "is_current_stream_capturing": _answer(False),
     }.items():
