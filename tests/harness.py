@@ -33,6 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .te import release
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "quickstart" / "pretrain_gpt.py"
 
@@ -69,6 +71,7 @@ def run_case(
     before: Hook | None = None,
     after: Hook | None = None,
     timeout: float = 120.0,
+    te: str | None = None,
 ) -> list[RankResult]:
     """Runs one training to its end.
 
@@ -81,13 +84,14 @@ def run_case(
         after: Called with the rank when the script has ended, also by ``SystemExit``; its result
             comes back as ``RankResult.value``.
         timeout: Seconds after which all ranks are killed.
+        te: A release of Transformer Engine, to run it on CPU kernels; by default there is none.
 
     Returns:
         A result for each rank. One that ended with an exception has its losses, but no hashes and
         no value; one that was killed has neither. Nothing is raised when a rank fails: see
         ``RankResult.exit_code``, or use ``succeeded``.
     """
-    context = _fork_server()
+    server = _fork_server(te)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
@@ -98,7 +102,7 @@ def run_case(
     with tempfile.TemporaryDirectory(prefix="megatron-case-") as name:
         directory = Path(name)
         processes = [
-            context.Process(
+            server.process(
                 target=_run_rank,
                 args=(
                     rank,
@@ -114,7 +118,7 @@ def run_case(
             for rank in range(world_size)
         ]
         for process in processes:
-            process.start()
+            server.start(process)
         deadline = time.monotonic() + timeout
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -142,24 +146,47 @@ def succeeded(results: list[RankResult]) -> list[RankResult]:
     return results
 
 
+class _Server:
+    """A process that has imported Megatron, and whose forks are the ranks.
+
+    Args:
+        variables: Its environment, beside that of the moment in which it starts.
+    """
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._server = multiprocessing.forkserver.ForkServer()
+        self._server.set_forkserver_preload(["tests.warm"])
+        self.process = multiprocessing.get_context("forkserver").Process
+        with _environment(variables):
+            self._server.ensure_running()
+        # It forks when it has imported everything: no case's time-out has to allow for that.
+        first = self.process(target=os.getpid)
+        self.start(first)
+        first.join()
+        assert first.exitcode == 0, "the fork server did not start; see above"
+
+    def start(self, process: Any) -> None:
+        """Starts a process as a fork of this server; multiprocessing itself knows only one."""
+        module: Any = multiprocessing.forkserver
+        own = module.connect_to_new_process
+        module.connect_to_new_process = self._server.connect_to_new_process
+        try:
+            process.start()
+        finally:
+            module.connect_to_new_process = own
+
+
 @functools.cache
-def _fork_server() -> Any:
-    """The context whose processes are forks of one that has imported Megatron."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.warm"])
-    # The server inherits the environment of the moment in which it starts. The PYTHONPATH of the
-    # tests stays, so that another version of Megatron can come first.
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+def _fork_server(te: str | None = None) -> _Server:
+    # The PYTHONPATH of the tests stays, so that another version of Megatron can come first.
+    path = [os.environ.get("PYTHONPATH"), str(ROOT)]
     # Where there is a GPU, it is hidden: the CPU stands in for one.
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with _environment(variables):
-        multiprocessing.forkserver.ensure_running()
-    # It forks when it has imported everything: no case's time-out has to allow for that.
-    first = context.Process(target=os.getpid)
-    first.start()
-    first.join()
-    assert first.exitcode == 0, "the fork server did not start; see above"
-    return context
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if te is not None:
+        path.append(str(release(te)))
+        variables["SPARETRAIN_TEST_TE"] = te
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    return _Server(variables)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,10 @@ from sparetrain_megatron import hostdevice
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 hostdevice.install()
+if "SPARETRAIN_TEST_TE" in os.environ:
+    from sparetrain_megatron.hostdevice import te
+
+    te.install()
 hostdevice.prepare_megatron()
 
 import megatron.core.datasets.gpt_dataset  # noqa: E402
