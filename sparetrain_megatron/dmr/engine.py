@@ -706,7 +706,8 @@ class Engine:
 
     def _agree(self, final: bool) -> tuple[list[Mismatch], bool]:
         """What this rank found, and whether any rank found something."""
-        bad = self.collectives.exchange(reductions=final)
+        self.collectives.settle_all(reductions=final)
+        bad = self.collectives.channels.exchange()
         self.second_device.exchange(self)
         found = self.ledger.collect()
         flags = torch.tensor(
@@ -717,7 +718,7 @@ class Engine:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         dirty, moved_wrong, naive_segments = flags.tolist()
         if moved_wrong:
-            self.collectives.locate(bad)
+            self.collectives.channels.locate(bad)
             found += self.ledger.collect()
         self.collectives.forget()
         if naive_segments:
