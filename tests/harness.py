@@ -58,6 +58,8 @@ class RankResult:
     """SHA-256 of the bytes of all model parameters; None if no iteration ran."""
     optimizer: str | None = None
     """SHA-256 of the optimizer's main parameters and states."""
+    scales: str | None = None
+    """SHA-256 of scales and amax histories of FP8 with delayed scaling; of nothing without."""
     value: Any = None
     """What ``after`` returned."""
 
@@ -324,6 +326,7 @@ class TrainingRecord:
             "losses": self.losses,
             "weights": weights_digest(self._model),
             "optimizer": optimizer_digest(self._optimizer),
+            "scales": scales_digest(self._model),
         }
 
 
@@ -333,6 +336,19 @@ def weights_digest(model: Sequence[Any]) -> str:
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             _add(digest, name, parameter)
+    return digest.hexdigest()
+
+
+def scales_digest(model: Sequence[Any]) -> str:
+    """SHA-256 over what delayed scaling keeps from one microbatch to the next."""
+    digest = hashlib.sha256()
+    for chunk in model:
+        for name, module in chunk.named_modules():
+            meta = getattr(module, "fp8_meta", None) or {}
+            for key in ("scaling_fwd", "scaling_bwd"):
+                if hasattr(meta.get(key), "amax_history"):
+                    _add(digest, f"{name} {key} scale", meta[key].scale)
+                    _add(digest, f"{name} {key} history", meta[key].amax_history)
     return digest.hexdigest()
 
 

@@ -69,6 +69,7 @@ def protected(
     env: Mapping[str, str] | None = None,
     timeout: float = 240.0,
     inject: Sequence[str] = (),
+    te: str | None = None,
     **settings: Any,
 ) -> ProtectedRun:
     """Trains with protection.
@@ -81,13 +82,14 @@ def protected(
         env: Additional environment of the ranks.
         timeout: Seconds after which all ranks are killed.
         inject: Faults, as ``FaultSpec`` reads them.
+        te: A release of Transformer Engine to run on CPU kernels.
         **settings: Fields of ``SparetrainConfig``.
     """
     inject = tuple(str(FaultSpec.parse(text)) for text in inject)
     settings = {"dir": str(directory), "inject": inject, **settings}
     before = functools.partial(attach, settings, also)
     ranks = run_case(
-        argv, world_size, before=before, after=injected, env=env or {}, timeout=timeout
+        argv, world_size, before=before, after=injected, env=env or {}, timeout=timeout, te=te
     )
     return ProtectedRun(ranks, inject, list(read_events(directory)), read_summary(directory))
 
@@ -96,12 +98,15 @@ _unprotected: dict[tuple, list[RankResult]] = {}
 
 
 def unprotected(
-    argv: Sequence[str], world_size: int, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    world_size: int,
+    env: Mapping[str, str] | None = None,
+    te: str | None = None,
 ) -> list[RankResult]:
     """The same training without protection; run once a session."""
-    key = (tuple(argv), world_size, tuple(sorted((env or {}).items())))
+    key = (tuple(argv), world_size, tuple(sorted((env or {}).items())), te)
     if key not in _unprotected:
-        _unprotected[key] = succeeded(run_case(argv, world_size, env=env))
+        _unprotected[key] = succeeded(run_case(argv, world_size, env=env, te=te))
     return _unprotected[key]
 
 
@@ -117,6 +122,7 @@ def assert_same_training(run: ProtectedRun, expected: list[RankResult]) -> None:
         assert mine.losses == theirs.losses, f"rank {mine.rank}: losses differ"
         assert mine.weights == theirs.weights, f"rank {mine.rank}: weights differ"
         assert mine.optimizer == theirs.optimizer, f"rank {mine.rank}: optimizer differs"
+        assert mine.scales == theirs.scales, f"rank {mine.rank}: scales of FP8 differ"
     assert run.summary is not None
     assert run.summary["unprotected"] == {}
 

@@ -293,8 +293,7 @@ class ForeignKernel:
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._engine
-        if not engine.is_active:
+        if not self._engine.sees:
             return self.function(*args, **kwargs)
         result = None
         for part in self._portions(args):
@@ -344,7 +343,7 @@ class UnknownKernel:
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._engine.is_active:
+        if self._engine.sees:
             self._engine.unprotected(self.name)
         return self.function(*args, **kwargs)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..dmr.engine import Engine
 from ..dmr.foreign import ForeignKernel, UnknownKernel
+from ..dmr.operators import vouch
 from ..patching import Patches
 from . import apex, transformer_engine
 from .objects import take_apart
@@ -36,11 +37,13 @@ def protect(engine: Engine, patches: Patches) -> list[str]:
     Returns:
         The extension modules that were found.
     """
+    for namespace in transformer_engine.OPERATORS:
+        vouch(namespace)
     found = []
     for library in _libraries():
         module = _extension(library.module)
         if module is not None:
-            _replace(_stand_ins(engine, library, module), library.module, patches)
+            replace_everywhere(_stand_ins(engine, library, module), patches, library.module)
             found.append(library.module)
     return found
 
@@ -51,10 +54,13 @@ def _libraries() -> list[Library]:
 
 def installed_version() -> tuple[int, int] | None:
     """(major, minor) of Transformer Engine; None if it is not installed."""
-    try:
-        major, minor = importlib.metadata.version("transformer-engine").split(".")[:2]
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    text = getattr(sys.modules.get("transformer_engine"), "__version__", None)
+    if text is None:
+        try:
+            text = importlib.metadata.version("transformer-engine")
+        except importlib.metadata.PackageNotFoundError:
+            return None
+    major, minor = str(text).split(".")[:2]
     return int(major), int(minor)
 
 
@@ -87,17 +93,24 @@ def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
-def _replace(stand_ins: dict[int, Any], extension: str, patches: Patches) -> None:
-    for module in _callers(extension):
+def replace_everywhere(stand_ins: dict[int, Any], patches: Patches, *modules: str) -> None:
+    """Replaces functions in every module of Transformer Engine, Apex or Megatron that names them.
+
+    Args:
+        stand_ins: What replaces a function, by its identity.
+        patches: Undo it.
+        modules: Names of further modules.
+    """
+    for module in _callers(modules):
         for name, value in list(vars(module).items()):
             stand_in = stand_ins.get(id(value))
             if stand_in is not None:
                 patches.replace(module, name, stand_in)
 
 
-def _callers(extension: str) -> Iterable[types.ModuleType]:
+def _callers(further: tuple[str, ...]) -> Iterable[types.ModuleType]:
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and (
-            name == extension or name.split(".")[0] in _CALLERS
+            name in further or name.split(".")[0] in _CALLERS
         ):
             yield module

@@ -184,6 +184,10 @@ UNPROTECTED = {
 """Counted, and in strict mode refused, with the reason."""
 
 
+OPERATORS = ("te_softmax", "te_attention")
+"""Namespaces of operators that call kernels; the dispatcher sees these, and their schemas tell all."""
+
+
 def library(version: Version | None = None) -> Library:
     """The table as it holds for one release.
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
+from .. import hostdevice
 from ..errors import UsageError
+from ..foreign import seam
 
 SUPPORTED = ((0, 17), (0, 19))
 """Oldest and newest release of Megatron-Core that this version has been run with."""
@@ -45,6 +48,12 @@ def _above(name: str, limit: int) -> Callable[[Any], bool]:
 
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def _uses_te(args: Any) -> bool:
+    return getattr(args, "transformer_impl", None) == "transformer_engine" and _installed(
+        "transformer_engine"
+    )
 
 
 _REMOVE = "remove it"
@@ -92,11 +101,40 @@ REFUSALS = (
     ),
     Refusal("--fp16", "rollback of the loss scale is not tested", "use --bf16", _given("fp16")),
     Refusal(
-        "--fp8-format",
-        "kernels of Transformer Engine are not seen by the checks yet",
-        "use --bf16",
-        _given("fp8", "fp8_format", "fp4", "fp4_format"),
+        "--fp4-format",
+        "its kernels have not been tested with faults",
+        "use --fp8-format",
+        _given("fp4", "fp4_format"),
         hides=True,
+    ),
+    Refusal(
+        "--fp8-recipe",
+        "only per-tensor scaling has been tested with faults",
+        "use delayed or tensorwise",
+        lambda args: (
+            bool(getattr(args, "fp8", None) or getattr(args, "fp8_format", None))
+            and getattr(args, "fp8_recipe", "delayed") not in ("delayed", "tensorwise")
+        ),
+        hides=True,
+    ),
+    Refusal(
+        "--fp8-recipe tensorwise with --sequence-parallel",
+        "Transformer Engine then reduces the largest value over ranks inside the kernel, which can't "
+        "be executed twice",
+        "use --fp8-recipe delayed",
+        lambda args: (
+            bool(getattr(args, "fp8", None) or getattr(args, "fp8_format", None))
+            and getattr(args, "fp8_recipe", None) == "tensorwise"
+            and bool(getattr(args, "sequence_parallel", False))
+            and getattr(args, "tensor_model_parallel_size", 1) > 1
+        ),
+        hides=True,
+    ),
+    Refusal(
+        "--fp8-param-gather",
+        "parameters in FP8 have not been tested with faults",
+        _REMOVE,
+        _given("fp8_param", "fp8_param_gather"),
     ),
     Refusal(
         "--tp-comm-overlap",
@@ -170,37 +208,37 @@ REFUSALS = (
     ),
     Refusal(
         "--transformer-impl transformer_engine",
-        "kernels of Transformer Engine are not seen by the checks yet",
-        "use --transformer-impl local",
+        "what the kernels of releases before 2.8 read and write is not known",
+        "use Transformer Engine 2.8 or newer, or --transformer-impl local",
+        lambda args: _uses_te(args) and (seam.installed_version() or (0, 0)) < (2, 8),
+        hides=True,
+    ),
+    Refusal(
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        "the backward of fused attention may add in any order, so two executions differ on healthy "
+        "hardware",
+        "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in the environment",
         lambda args: (
-            getattr(args, "transformer_impl", None) == "transformer_engine"
-            and _installed("transformer_engine")
+            _uses_te(args)
+            and not hostdevice.installed()
+            and os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") != "0"
         ),
+    ),
+    Refusal(
+        "--moe-permute-fusion",
+        "Transformer Engine's Triton kernels are not seen by the checks",
+        _REMOVE,
+        _given("moe_permute_fusion"),
         hides=True,
     ),
     Refusal(
-        "gradient accumulation fusion",
-        "Apex's fused kernel is not seen by the checks yet",
-        "give --no-gradient-accumulation-fusion",
-        _given("gradient_accumulation_fusion"),
-        hides=True,
-    ),
-    Refusal(
-        "masked softmax fusion",
-        "its CUDA kernel is not seen by the checks yet",
-        "give --no-masked-softmax-fusion",
+        "--cross-entropy-fusion-impl te",
+        "Transformer Engine's Triton kernels are not seen by the checks",
+        "use --cross-entropy-fusion-impl native",
         lambda args: (
-            bool(getattr(args, "masked_softmax_fusion", False))
-            and _installed("scaled_masked_softmax_cuda")
+            bool(getattr(args, "cross_entropy_loss_fusion", False))
+            and getattr(args, "cross_entropy_fusion_impl", None) == "te"
         ),
-        hides=True,
-    ),
-    Refusal(
-        "Apex or Transformer Engine installed",
-        "Megatron then computes gradient norms with their kernels, which are not seen by the "
-        "checks yet",
-        "use an environment without them",
-        lambda args: _installed("amp_C") or _installed("transformer_engine_torch"),
         hides=True,
     ),
 )

@@ -1,8 +1,9 @@
 """Checkpointed blocks: the recompute as second execution, or as part of a segment to replay.
 
-``tensor_parallel.checkpoint`` is the one attribute that every caller looks up (full recompute of the
-transformer block, selective recompute of attention, MLP and MoE). It runs the function without grad
-in the forward and again with grad in the backward; which of the two a call is, grad mode tells.
+``tensor_parallel.checkpoint`` is the one attribute that every caller looks up (full recompute of
+the transformer block, selective recompute of attention, MLP and MoE). It runs the function without
+grad in the forward and again with grad in the backward; which of the two a call is, grad mode
+tells.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from ..dmr.engine import Engine
+from ..dmr.fingerprint import Fingerprint
+from ..dmr.tape import Source
 from ..dmr.template import Template, make, same_operators
 from ..patching import Patches
 
@@ -43,29 +46,10 @@ class Recompute:
 
         @functools.wraps(original)
         def checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
-            if engine.is_active and engine.piggyback:
-                function = _Block(self, function, (self.chunk, self.index), self._method())
-            return original(function, distribute_saved_activations, *args)
+            return original(self.block(function), distribute_saved_activations, *args)
 
         patches.replace(tensor_parallel, "checkpoint", checkpoint)
-        backward = CheckpointFunction.backward
-
-        @functools.wraps(backward)
-        def checkpointed_backward(ctx: Any, *gradients: Any) -> Any:
-            block = ctx.run_function
-            if not engine.is_active or not isinstance(block, _Block):
-                return backward(ctx, *gradients)
-            # The block has a tape of its own, or none; what lies outside goes on with another.
-            resume = engine.tape is not None
-            engine.close_tape()
-            try:
-                return block.backward(backward, ctx, gradients)
-            finally:
-                engine.close_tape()
-                if resume:
-                    engine.open_tape()
-
-        patches.replace(CheckpointFunction, "backward", staticmethod(checkpointed_backward))
+        self.wrap_backward(CheckpointFunction, patches)
         make_hook = DistributedDataParallel._make_backward_post_hook
 
         @functools.wraps(make_hook)
@@ -83,6 +67,37 @@ class Recompute:
         patches.replace(
             DistributedDataParallel, "_make_backward_post_hook", make_backward_post_hook
         )
+
+    def block(self, function: Any) -> Any:
+        """A function that is about to be checkpointed, as a block of its own."""
+        if not (self.engine.is_active and self.engine.piggyback):
+            return function
+        return _Block(self, function, (self.chunk, self.index), self._method())
+
+    def wrap_backward(self, owner: Any, patches: Patches) -> None:
+        """Wraps the backward of a checkpointing function, which runs the recompute.
+
+        Args:
+            owner: A ``torch.autograd.Function`` that keeps the block as ``run_function``.
+        """
+        engine, backward = self.engine, owner.backward
+
+        @functools.wraps(backward)
+        def checkpointed_backward(ctx: Any, *gradients: Any) -> Any:
+            block = ctx.run_function
+            if not engine.is_active or not isinstance(block, _Block):
+                return backward(ctx, *gradients)
+            # The block has a tape of its own, or none; what lies outside goes on with another.
+            resume = engine.tape is not None
+            engine.close_tape()
+            try:
+                return block.backward(backward, ctx, gradients)
+            finally:
+                engine.close_tape()
+                if resume:
+                    engine.open_tape()
+
+        patches.replace(owner, "backward", staticmethod(checkpointed_backward))
 
     def begin_microbatch(self, chunk: int) -> None:
         self.chunk, self.index = chunk, 0
@@ -201,7 +216,8 @@ class _Block:
         incoming: list[torch.Tensor],
     ) -> Any:
         engine = self._engine
-        engine.binding = digests = {}
+        digests: dict[Source, Fingerprint] = {}
+        engine.binding = digests
         try:
             with engine.unseen():
                 result = original(ctx, *gradients)
@@ -217,8 +233,8 @@ class _Block:
         engine.closed.clear()
         if not owner.binds or engine.observer is not None:
             return
-        known = owner.templates.get(self._place, False)
-        if known is False:
+        known = owner.templates.get(self._place)
+        if self._place not in owner.templates:
             made = None
             if len(tapes) == 1:
                 made = make(tapes[0], inputs, incoming, engine.deferred.constants)

@@ -16,6 +16,7 @@ import torch
 
 from ..dmr.engine import Engine
 from ..patching import Patches
+from .transformer_engine import Fp8State
 
 
 class Replayed:
@@ -75,9 +76,10 @@ def rewind(data_iterator: Any) -> None:
 class Snapshot:
     """The state at the start of an iteration, as far as an iteration changes it before its verdict.
 
-    Random generators, module buffers and the data are put back; gradients are zeroed; caches that may
-    hold a value computed by the discarded attempt are emptied. Not needed: parameters, optimizer
-    state, learning rate and consumed samples, which change only after the last verdict.
+    Random generators, module buffers, scales and amax histories of FP8 and the data are put back;
+    gradients are zeroed; caches that may hold a value computed by the discarded attempt are
+    emptied. Not needed: parameters, optimizer state, learning rate and consumed samples, which
+    change only after the last verdict.
 
     Args:
         model: Model chunks of this rank.
@@ -101,6 +103,7 @@ class Snapshot:
             for buffer in torch.nn.Module.buffers(chunk)
             if buffer is not None
         ]
+        self._fp8 = Fp8State(model)
 
     def restore(self, optimizer: Any) -> None:
         """Puts everything back. All communication of the attempt must have ended.
@@ -120,6 +123,7 @@ class Snapshot:
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
+            self._fp8.restore()
         for chunk in self._model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -159,8 +163,8 @@ class Validation:
     """Megatron's checks for NaN and spikes, while the values they look at have not been verified.
 
     A wrong value may be a NaN. The check would end the process in the middle of a schedule, and the
-    peers would hang; so its error is kept until the verdict, and dropped with the attempt if that is
-    discarded (core/rerun_state_machine.py, ``RerunStateMachine.validate_result``).
+    peers would hang; so its error is kept until the verdict, and dropped with the attempt if that
+    is discarded (core/rerun_state_machine.py, ``RerunStateMachine.validate_result``).
     """
 
     def __init__(self, engine: Engine, patches: Patches) -> None:

@@ -27,6 +27,7 @@ from ..config import SparetrainConfig
 from ..dmr.engine import UnprotectedOperator, Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
 from ..report.terminal import say
+from . import transformer_engine
 from .optimizer import Discarded, OptimizerHooks
 from .pipeline import Pipeline
 from .planning import Planning
@@ -45,13 +46,13 @@ class Protection(protection.Protection):
 
     def __init__(self, config: SparetrainConfig) -> None:
         super().__init__(config)
-        self._hooks: OptimizerHooks | None = None
+        self._hooks: Any = None  # OptimizerHooks, from the first step on
         self._optimizer: Any = None
         self._model: list[Any] = []
         self._schedule: Any = None
         self._schedule_arguments: dict[str, Any] = {}
-        self._snapshot: Snapshot | None = None
-        self._dirty: Verdict | None = None
+        self._snapshot: Any = None  # Snapshot, from the first schedule on
+        self._dirty: Any = None  # the verdict that discards the present attempt
         self.planning: Planning | None = None
 
     # --- attaching -----------------------------------------------------------------------------
@@ -62,6 +63,7 @@ class Protection(protection.Protection):
 
         self.protect_compiled_graphs()
         self._recompute = Recompute(self.engine, self.patches)
+        transformer_engine.attach(self.engine, self.patches, self._recompute)
         if self.config.defers:
             self._pipeline = Pipeline(self.engine, self.patches)
         self._validation = Validation(self.engine, self.patches)
@@ -171,6 +173,7 @@ class Protection(protection.Protection):
         return train_step
 
     def _plan(self, seconds: float, waited: float) -> None:
+        assert self.planning is not None
         plan = self.planning.iteration_ended(seconds, waited)
         if plan is not None:
             self.event("plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump())

@@ -1,0 +1,117 @@
+"""What Transformer Engine needs beside the kernels' seam: its checkpointing and its FP8 state.
+
+Megatron recomputes with ``te_checkpoint`` where FP8 is on. Some of what happens then belongs to
+only one of the two, forward and recompute: quantising the weights, in the first microbatch, and
+putting the forward's scales aside and back again. It is checked as if there were no recompute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..dmr.engine import Engine
+from ..foreign import seam
+from ..patching import Patches
+from .recompute import Recompute
+
+_ASIDE = (
+    "copy_forward_fp8_meta_tensors_for_recompute",
+    "get_old_fp8_meta_tensors_for_recompute",
+    "restore_fp8_meta_tensors",
+)
+
+
+def attach(engine: Engine, patches: Patches, recompute: Recompute) -> None:
+    """Protects foreign kernels, and what is recomputed through Transformer Engine."""
+    seam.protect(engine, patches)
+    if "transformer_engine.pytorch" not in sys.modules:
+        return
+    from megatron.core.extensions import transformer_engine as extension
+    from transformer_engine.pytorch import distributed
+
+    checkpoint = extension.te_checkpoint
+
+    @functools.wraps(checkpoint)
+    def te_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(recompute.block(function), *args, **kwargs)
+
+    seam.replace_everywhere({id(checkpoint): te_checkpoint}, patches)
+    recompute.wrap_backward(distributed._CheckpointFunction, patches)
+    _keep_apart(engine, patches)
+
+
+def _keep_apart(engine: Engine, patches: Patches) -> None:
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    from transformer_engine.pytorch.module import base
+
+    for name in _ASIDE:
+        original = getattr(FP8GlobalStateManager, name)  # bound to the class, or static
+        patches.replace(FP8GlobalStateManager, name, staticmethod(_apart(engine, original)))
+    if hasattr(base, "quantize_weight"):
+        original = base.quantize_weight
+        seam.replace_everywhere({id(original): _apart(engine, original)}, patches)
+    else:  # up to 2.15 a method
+        owner = base.TransformerEngineBaseModule
+        original = owner.get_weight_workspace
+        patches.replace(owner, "get_weight_workspace", _apart(engine, original))
+
+
+def _apart(engine: Engine, function: Any) -> Any:
+    """Keeps a function's operators out of the passes of forward and recompute."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _without_passes(engine):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _without_passes(engine: Engine) -> Iterator[None]:
+    passes, engine.passes = engine.passes, []
+    try:
+        yield
+    finally:
+        engine.passes = passes
+
+
+class Fp8State:
+    """Scales and amax histories of delayed scaling, which change in every microbatch.
+
+    Args:
+        model: Model chunks of this rank.
+    """
+
+    def __init__(self, model: Sequence[torch.nn.Module]) -> None:
+        self._model = model
+        self._saved = {
+            id(state): (state, state.scale.clone(), state.amax_history.clone())
+            for state in self._states()
+        }
+
+    def _states(self) -> Iterator[Any]:
+        for chunk in self._model:
+            for module in chunk.modules():
+                meta = getattr(module, "fp8_meta", None)
+                if isinstance(meta, dict):
+                    for key in ("scaling_fwd", "scaling_bwd"):
+                        if hasattr(meta.get(key), "amax_history"):
+                            yield meta[key]
+
+    def restore(self) -> None:
+        """Puts back what was there; what has been made since is made new."""
+        for state in self._states():
+            _, scale, history = self._saved.get(id(state), (None, None, None))
+            if scale is None or history is None:
+                state.scale.fill_(1)
+                state.amax_history.zero_()
+            else:
+                state.scale.copy_(scale)
+                state.amax_history.copy_(history)
