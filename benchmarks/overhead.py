@@ -152,8 +152,9 @@ def _once(engine: Any, operator: Any, func: Any, args: tuple, kwargs: dict) -> A
 
 def arguments(options: argparse.Namespace) -> list[str]:
     hidden = options.hidden
+    inner = hidden * 8 // 3 // 64 * 64
     text = f"""
-        --num-layers {options.layers} --hidden-size {hidden} --ffn-hidden-size {hidden * 8 // 3 // 64 * 64}
+        --num-layers {options.layers} --hidden-size {hidden} --ffn-hidden-size {inner}
         --num-attention-heads {hidden // 64} --group-query-attention
         --num-query-groups {max(1, hidden // 256)}
         --seq-length {options.sequence} --max-position-embeddings {options.sequence}

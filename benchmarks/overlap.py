@@ -121,9 +121,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 prefix, environment = pair.launch(rank)
                 environment |= {
                     "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": "2",
-                    "LOCAL_WORLD_SIZE": "2",
+                    "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "1",  # each is alone on its host
                     "OMP_NUM_THREADS": "1",
                     "CUDA_VISIBLE_DEVICES": "",
                     "PYTHONWARNINGS": "ignore",

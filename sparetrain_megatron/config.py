@@ -175,8 +175,8 @@ class SparetrainConfig(BaseModel):
         given = self.model_fields_set & {"plan", "profile_iters", "memory_budget"}
         if given and not self.defers:
             raise ValueError(
-                f"`{min(given)}` has no effect with `mode` {self.mode}: only coarse and full defer; "
-                "remove one of them"
+                f"`{min(given)}` has no effect with `mode` {self.mode}: only coarse and full "
+                "defer; remove one of them"
             )
         if self.on_mismatch != "rollback" and self.max_rollbacks != 2:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Comparing tensors bit for bit.
 
-Float equality is wrong here: NaN differs from itself, +0 equals -0, and FP8 has no equality. On a CPU
-the comparison is `memcmp`; on a CUDA device it stays on the device and gives a flag tensor, so that
-no operator makes the host wait.
+Float equality is wrong here: NaN differs from itself, +0 equals -0, and FP8 has no equality. On a
+CPU the comparison is `memcmp`; on a CUDA device it stays on the device and gives a flag tensor, so
+that no operator makes the host wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def span(tensor: torch.Tensor) -> int:
     """Elements between the first and the last one that a strided tensor touches, inclusive."""
     if tensor.numel() == 0:
         return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
+    return 1 + sum((int(n) - 1) * int(s) for n, s in zip(tensor.size(), tensor.stride()))
 
 
 def dense(tensor: torch.Tensor) -> bool:
@@ -104,8 +104,8 @@ def majority(candidates: Sequence[torch.Tensor]) -> torch.Tensor:
 def clone_span(tensor: torch.Tensor) -> torch.Tensor:
     """A private copy with the same strides and the same alignment (modulo 64 bytes).
 
-    Small matrix products give other bits when an operand's alignment differs; a view into a gradient
-    buffer is copied alone, not with the whole buffer.
+    Small matrix products give other bits when an operand's alignment differs; a view into a
+    gradient buffer is copied alone, not with the whole buffer.
     """
     count = span(tensor)
     if count == 0:

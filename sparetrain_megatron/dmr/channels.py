@@ -1,8 +1,9 @@
-"""What moved between this rank and its peers since the last verdict, and whether it arrived as it left.
+"""What moved between this rank and its peers since the last verdict, and whether it arrived as it
+left.
 
-Each group and peer is a *channel* in either direction: a list of fingerprints. At a verdict two words
-for each channel are exchanged, in one go; only if some are wrong are the lists themselves compared,
-to say which value it was.
+Each group and peer is a *channel* in either direction: a list of fingerprints. At a verdict two
+words for each channel are exchanged, in one go; only if some are wrong are the lists themselves
+compared, to say which value it was.
 """
 
 from __future__ import annotations

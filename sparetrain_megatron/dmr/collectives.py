@@ -5,9 +5,9 @@ fingerprinted where it leaves and where it arrives, and the fingerprints are exc
 the next verdict. A *reduction* is arithmetic, and a wrong sum agrees on every rank: it is done a
 second time from the same inputs and compared.
 
-A result must not be read before the framework has waited for it, and that wait is invisible here. But
-no correct program touches the result earlier either; so a result is looked at when the first operator
-touches its bytes, or at the verdict.
+A result must not be read before the framework has waited for it, and that wait is invisible here.
+But no correct program touches the result earlier either; so a result is looked at when the first
+operator touches its bytes, or at the verdict.
 
 Integers (sizes, counts, tokens) are moved, or summed, three times and the majority is taken before
 anybody uses them: a wrong one would crash what follows, long before the verdict.
@@ -76,7 +76,7 @@ class Collectives:
         self._waiter: Waiter | None = None
         self._sending: list[Transfer] = []  # repetitions that nothing arrives from
 
-    # --- issuing -------------------------------------------------------------------------------------
+    # --- issuing ---------------------------------------------------------------------------------
 
     def run(self, operator: Operator, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Issues a collective once and arranges for its result to be checked."""
@@ -188,7 +188,7 @@ class Collectives:
     def _agree(
         self, mine: torch.Tensor, others: list[torch.Tensor], report: Callable[[], Mismatch]
     ) -> None:
-        """Compares a result with its repetitions; takes the majority where there are two of them."""
+        """Compares a result with its repetitions; takes the majority where there are two."""
         engine = self._engine
         before = mine.clone() if len(others) == 2 and engine.repairs else None
         if before is not None:
@@ -206,7 +206,7 @@ class Collectives:
             engine.ledger.check(equal, report)
 
     def _chosen(self, key: str) -> bool:
-        """Whether this reduction is done twice: the same on every rank of the group, spread evenly."""
+        """Whether this reduction is done twice: the same on every rank, spread evenly."""
         count = self._reductions_seen[key]
         self._reductions_seen[key] += 1
         rate = self._engine.reductions
@@ -215,8 +215,8 @@ class Collectives:
     def _moved(self, call: Transfer) -> Any:
         engine, name, key = self._engine, call.name, call.group.group_name
         channels = self.channels
-        peer = {"send": "dst", "recv": "src"}.get(name)
-        channels.use(call.group, None if peer is None else int(call.named[peer]))
+        side = {"send": "dst", "recv": "src"}.get(name)
+        channels.use(call.group, None if side is None else int(call.named[side]))
         for peers, tensor in departures(name, call.named, call.group):
             digest = fingerprint(tensor)
             for peer in peers:
@@ -261,7 +261,7 @@ class Collectives:
         engine.statistics.communications_checked += len(arrivals)
         return output
 
-    # --- arrival -------------------------------------------------------------------------------------
+    # --- arrival ---------------------------------------------------------------------------------
 
     def _arrive(
         self,
@@ -293,7 +293,7 @@ class Collectives:
         if tensor.numel() == 0:
             settle(tensor)
             return
-        low = tensor.storage_offset() * tensor.element_size()
+        low = int(tensor.storage_offset()) * tensor.element_size()
         high = low + bits.span(tensor) * tensor.element_size()
         storage = tensor.untyped_storage()._cdata
         arrival = _Arrival(tensor, storage, low, high, name in REDUCTIONS, looked_at, transfers)
@@ -306,7 +306,7 @@ class Collectives:
         settle: Callable[[list[torch.Tensor]], None],
         transfers: Sequence[Transfer] = (),
     ) -> None:
-        """As :meth:`_arrive` for results that are looked at together; the originals are passed on."""
+        """As :meth:`_arrive` for results that are looked at together, as they are."""
         left = [len(tensors)]
 
         def one(_: torch.Tensor) -> None:
@@ -359,7 +359,8 @@ class Collectives:
         """Looks at everything that has arrived.
 
         Args:
-            reductions: Also at sums. Gradients may still be on their way when the schedule ends, and
+            reductions: Also at sums. Gradients may still be on their way when the schedule ends,
+            and
                 are waited for when gradients are finalized.
         """
         for arrival in [a for waiting in self.arriving.values() for a in waiting]:
@@ -367,7 +368,7 @@ class Collectives:
                 self._settle(arrival)
 
     def abandon(self) -> None:
-        """Drops everything: the iteration is discarded, and the framework has ended its transfers."""
+        """Drops everything of a discarded iteration, whose own transfers have ended."""
         for waiting in self.arriving.values():
             for arrival in waiting:
                 for transfer in arrival.transfers[1:]:

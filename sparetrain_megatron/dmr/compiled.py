@@ -68,7 +68,7 @@ class CompiledCall:
 
     @property
     def graph(self) -> int:
-        return self._graph._sparetrain_graph
+        return self._graph._sparetrain_graph  # type: ignore
 
     @torch.no_grad()
     def __call__(self) -> list[torch.Tensor]:
@@ -158,8 +158,8 @@ def install() -> None:
     # second execution reads something else. Caches on disk don't tell such graphs apart.
     torch._functorch.config.donated_buffer = False
     torch.compiler.config.cache_key_tag += _TAG
-    CompiledFxGraph.__call__ = _call
-    CompiledFxGraph.post_compile = _post_compile
+    CompiledFxGraph.__call__ = _call  # type: ignore
+    CompiledFxGraph.post_compile = _post_compile  # type: ignore
 
 
 def uninstall() -> None:
@@ -168,8 +168,8 @@ def uninstall() -> None:
     set_executor(None)
     if _original_settings is None:
         return
-    CompiledFxGraph.__call__ = _original_call
-    CompiledFxGraph.post_compile = _original_post_compile
+    CompiledFxGraph.__call__ = _original_call  # type: ignore
+    CompiledFxGraph.post_compile = _original_post_compile  # type: ignore
     torch._functorch.config.donated_buffer, torch.compiler.config.cache_key_tag = _original_settings
     _original_settings = None
 
@@ -205,9 +205,9 @@ def _post_compile(self: CompiledFxGraph, *args: Any, **kwargs: Any) -> None:
     """Runs once for every graph, whether it was compiled or came from a cache."""
     _original_post_compile(self, *args, **kwargs)
     cudagraphs = (kwargs.get("graph_kwargs") or args[2])["cudagraphs"]
-    self._sparetrain_name = f"compiled:{_source_name()}"
-    self._sparetrain_graph = next(_numbers)
-    self._sparetrain_obstacle = "CUDA graphs reuse their outputs" if cudagraphs else ""
+    self._sparetrain_name = f"compiled:{_source_name()}"  # type: ignore
+    self._sparetrain_graph = next(_numbers)  # type: ignore
+    self._sparetrain_obstacle = "CUDA graphs reuse their outputs" if cudagraphs else ""  # type: ignore
 
 
 def _obstacle(graph: CompiledFxGraph) -> str:

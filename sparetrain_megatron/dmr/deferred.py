@@ -1,7 +1,7 @@
 """The queue of tapes whose second execution waits for a window, and what it may hold.
 
-Soundness: before an operator writes a storage that a pending tape reads, the tape gets a private copy;
-everything pending is executed before parameters change. Held memory is accounted in bytes of
+Soundness: before an operator writes a storage that a pending tape reads, the tape gets a private
+copy; everything pending is executed before parameters change. Held memory is accounted in bytes of
 storages; when a tape would exceed the budget, the oldest are executed at once ("demoted").
 """
 
@@ -203,7 +203,7 @@ class Deferred:
         self._engine.statistics.seconds_in_checks += seconds
 
     def serve(self, closed: Callable[[], bool]) -> None:
-        """Executes pending operators, one at a time, until the window has closed or none is left."""
+        """Executes pending operators, one at a time, until the window has closed."""
         if not self:
             return
         start, count = _clock(), 0

@@ -1,8 +1,9 @@
-"""A tensor's fingerprint: a short value that differs when any bit, or the position of any element, does.
+"""A tensor's fingerprint: a short value that differs when any bit, or the position of any element,
+does.
 
-On a CPU it is XXH3 (64 bits of its 128-bit variant's strength are kept) over the tensor's own memory,
-at the speed of a plain read. On a CUDA device it is a Triton kernel, see ``fingerprint_triton``; the
-value then stays on the device.
+On a CPU it is XXH3 (64 bits of its 128-bit variant's strength are kept) over the tensor's own
+memory, at the speed of a plain read. On a CUDA device it is a Triton kernel, see
+``fingerprint_triton``; the value then stays on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collects what comparisons found until a verdict asks.
 
-On a CPU a comparison's result is known at once. On a CUDA device it is a flag on the device: the host
-does not wait for it before the verdict, which reads all flags in one go.
+On a CPU a comparison's result is known at once. On a CUDA device it is a flag on the device: the
+host does not wait for it before the verdict, which reads all flags in one go.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """P-DMR: the recompute of activation checkpointing as the second execution of the forward.
 
-The first pass leaves a fingerprint of every operator's output, and of the segment's inputs; the second
-pass compares as it goes. Comparing only the segment's last output is not enough: of the faults in a
-BF16 recompute that change gradients, 12 to 43 % leave it bitwise equal.
+The first pass leaves a fingerprint of every operator's output, and of the segment's inputs; the
+second pass compares as it goes. Comparing only the segment's last output is not enough: of the
+faults in a BF16 recompute that change gradients, 12 to 43 % leave it bitwise equal.
 """
 
 from __future__ import annotations

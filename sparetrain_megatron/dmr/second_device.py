@@ -47,7 +47,7 @@ class Call:
 
     @property
     def travels(self) -> bool:
-        """Whether a peer can execute it: an operator of the library, no generator among arguments."""
+        """Whether a peer can execute it: a library operator, no generator among arguments."""
         if not isinstance(self.func, torch._ops.OpOverload):
             return False  # a kernel that the dispatcher doesn't see
         values = [*self.args, *self.kwargs.values()]
@@ -146,7 +146,7 @@ class SecondDevice:
                 engine.ledger.record(question.mismatch)
 
     def decide(self, engine: Engine, found: Sequence[Mismatch]) -> None:
-        """After a dirty verdict: a peer says which execution was wrong; collective over the group."""
+        """After a dirty verdict a peer says which execution was wrong; collective."""
         if not (self.after_mismatch and self.has_peer):
             return
         suspects, self._suspects = self._suspects, []
@@ -175,7 +175,9 @@ class SecondDevice:
         return dist.get_global_rank(self.group, (self.group.rank() + 1) % size)
 
     def _ask(self, questions: Sequence[_Question], device: torch.device) -> list[int]:
-        """Sends calls to the next rank of the ring, repeats those of the one before, returns digests."""
+        """Sends calls to the next rank of the ring, repeats those of the one before, returns
+        digests.
+        """
         group = self.group
         size, rank = group.size(), group.rank()
         ahead = dist.get_global_rank(group, (rank + 1) % size)
@@ -226,7 +228,7 @@ def _ring(
     """Sends to one neighbour while receiving from the other."""
 
     def swap(out: torch.Tensor, into: torch.Tensor) -> None:
-        requests = [
+        requests: list[Any] = [
             dist.irecv(into, src=source, group=group),
             dist.isend(out, dst=to, group=group),
         ]

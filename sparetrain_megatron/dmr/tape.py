@@ -1,13 +1,14 @@
-"""The operator tape: operators recorded so that they can be executed again from what is held of them.
+"""The operator tape: operators recorded so that they can be executed again from what is held of
+them.
 
 A *value* is a slot (one storage) and a geometry, so views cost nothing and disappear. A slot is a
-*boundary*, read but not produced by the tape's operators, which is held by reference; or *internal*,
-produced by an operator of the tape, not held, and produced again on replay. What is compared are the
-fingerprints of values that *leave* the tape: alive when it is closed, or read by an operator that
-writes outside of it. Nothing else can affect training.
+*boundary*, read but not produced by the tape's operators, which is held by reference; or
+*internal*, produced by an operator of the tape, not held, and produced again on replay. What is
+compared are the fingerprints of values that *leave* the tape: alive when it is closed, or read by
+an operator that writes outside of it. Nothing else can affect training.
 
-A replay runs the recorded operators in order, below autograd: no modules, hooks, gradient buffers or
-collectives. It is a generator, one operator a step, so that a window can be left when it closes.
+A replay runs the recorded operators in order, below autograd: no modules, hooks, gradient buffers
+or collectives. It is a generator, one operator a step, so that a window can be left when it closes.
 """
 
 from __future__ import annotations
@@ -253,9 +254,7 @@ class Tape:
         for i, entry in enumerate(self.entries):
             for slot in entry.reads:
                 last[slot] = i
-            for slot in entry.outputs:
-                if slot is not None:
-                    last[slot] = i
+            last.update((slot, i) for slot in entry.outputs if slot is not None)
         checks: dict[int, list[Leaving]] = defaultdict(list)
         for value in self.leaving:
             after = value.after - 1
@@ -273,7 +272,7 @@ class Tape:
             live -= sum(self._sizes[slot] for slot in self.drops.get(i, ()))
 
     def reschedule(self, original: Tape) -> None:
-        """Computes anew what depends on the entries, some of ``original``'s having been left out."""
+        """Computes anew what depends on the entries, some of ``original``'s left out."""
         self._sizes = original._sizes
         self._schedule({s for entry in self.entries for s in entry.outputs if s is not None})
 

@@ -1,9 +1,10 @@
-"""Bound tapes: a block that runs the same operators every microbatch is recorded once, then only bound.
+"""Bound tapes: a block that runs the same operators every microbatch is recorded once, then only
+bound.
 
-A dense layer's operators don't change. Its tape is recorded once a shape and becomes a *template*: its
-boundary slots are named by where they come from (the block's n-th input, the n-th incoming gradient,
-a constant), and so are the values that leave it (the n-th output, the gradient that goes into a
-parameter's buffer, the n-th outgoing gradient). From then on the block runs unseen by the
+A dense layer's operators don't change. Its tape is recorded once a shape and becomes a *template*:
+its boundary slots are named by where they come from (the block's n-th input, the n-th incoming
+gradient, a constant), and so are the values that leave it (the n-th output, the gradient that goes
+into a parameter's buffer, the n-th outgoing gradient). From then on the block runs unseen by the
 interceptor, without any Python per operator: its boundary is held, the leaving values are
 fingerprinted by the hooks where they appear, and the replay executes the template's operators.
 
@@ -128,15 +129,15 @@ def make(
     sources: list[Source | None] = []
     fixed: dict[int, torch.Tensor] = {}
     aside: set[int] = set()
-    for slot, tensor in enumerate(tape.held):
+    for slot, held in enumerate(tape.held):
         source: Source | None = None
-        if tensor is not None:
-            key = tensor.untyped_storage()._cdata
+        if held is not None:
+            key = held.untyped_storage()._cdata
             source = named.get(key)
             if source is None and (key in constants or _content_ignored(tape, slot)):
                 source = ("constant", slot)
-                fixed[slot] = tensor
-            elif source is None and tensor.dtype in (torch.uint8, torch.bool):
+                fixed[slot] = held
+            elif source is None and held.dtype in (torch.uint8, torch.bool):
                 aside.add(slot)
             elif source is None:
                 return None

@@ -1,4 +1,6 @@
-"""One call of a collective operator: its name, what leaves, what arrives, and how to issue it again."""
+"""One call of a collective operator: its name, what leaves, what arrives, and how to issue it
+again.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ def _pieces(tensor: torch.Tensor, sizes: list[int], count: int) -> list[torch.Te
 def departures(name: str, named: dict, group: Any) -> Iterator[tuple[list[int], torch.Tensor]]:
     """(peers, tensor) for everything this rank gives away; its own share counts too."""
     everyone = list(range(group.size()))
-    root = named.get("root_rank")
+    root = int(named.get("root_rank", -1))
     if name == "send":
         for tensor in named["tensors"]:
             yield [int(named["dst"])], tensor
@@ -136,7 +138,7 @@ def departures(name: str, named: dict, group: Any) -> Iterator[tuple[list[int], 
 
 def arrivals(name: str, named: dict, group: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """(peer, tensor) for everything this rank receives, in the order in which it left the peer."""
-    root = named.get("root_rank")
+    root = int(named.get("root_rank", -1))
     if name == "recv":
         for tensor in named["tensors"]:
             yield int(named["src"]), tensor

@@ -62,7 +62,8 @@ def _bits(tensor: torch.Tensor, itemsize: int | None = None) -> torch.Tensor:
     It is made from the storage, not as a view: a view would share the version counter, and
     autograd would then report the fault as an in-place modification.
     """
-    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    size: tuple[int, ...] = tuple(tensor.size())
+    stride, offset = tensor.stride(), tensor.storage_offset()
     itemsize = itemsize or min(tensor.itemsize, 8)
     parts = tensor.itemsize // itemsize
     if parts > 1:

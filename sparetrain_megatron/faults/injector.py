@@ -106,7 +106,7 @@ class Injector:
             bit = (generator.randrange(bits) if live.spec.random else live.spec.bit) % bits
             before, result = result, _corrupt_scalar(result, live.spec.pattern, bit)
             effect = not _same_number(before, result)
-            where = (type(value).__name__, [], 0)
+            where: tuple[str, list[int], int] = (type(value).__name__, [], 0)
             place = Place(0, bit, effect)
             return self._record(live, position, operator, execution, where, place)
 
@@ -194,7 +194,7 @@ class _Live:
         self._seen[side] += 1
         generator = self._generators[side]
         if self.spec.random:
-            return generator if generator.random() < self.spec.rate else None
+            return generator if generator.random() < (self.spec.rate or 0.0) else None
         return generator if self._seen[side] == self.spec.nth else None
 
     @property

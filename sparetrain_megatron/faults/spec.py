@@ -82,7 +82,7 @@ class FaultSpec:
             object.__setattr__(self, "layer", int(self.layer))
         self._check_values()
         if self.random:
-            if not 0.0 <= self.rate <= 1.0:
+            if self.rate is None or not 0.0 <= self.rate <= 1.0:
                 raise _bad("rate", self.rate, "a probability between 0 and 1")
             for key in _PLACE_KEYS:
                 if getattr(self, key) != _DEFAULTS[key]:
@@ -176,7 +176,7 @@ class FaultSpec:
             return False
         if self.repeat == "always":
             return attempt >= self.attempt
-        count = 1 if self.repeat == "once" else self.repeat
+        count = 1 if self.repeat == "once" else int(self.repeat)
         return self.attempt <= attempt < self.attempt + count
 
 

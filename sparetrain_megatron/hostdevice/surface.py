@@ -109,7 +109,7 @@ def replace_streams(patches: Patches) -> None:
     core/utils.py (events of the straggler detector, NVTX ranges).
     """
     current_stream = _answer(streams.CURRENT_STREAM)
-    for name, replacement in {
+    surface: dict[str, Any] = {
         "Stream": streams.Stream,
         "ExternalStream": streams.Stream,
         "Event": streams.Event,
@@ -123,7 +123,8 @@ def replace_streams(patches: Patches) -> None:
         "synchronize": lambda device=None: None,
         "_sleep": _nothing,
         "is_current_stream_capturing": _answer(False),
-    }.items():
+    }
+    for name, replacement in surface.items():
         patches.set(torch.cuda, name, replacement)
     for name in ("range_push", "range_pop", "mark"):
         patches.set(torch.cuda.nvtx, name, _answer(0))

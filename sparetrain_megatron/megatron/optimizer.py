@@ -1,4 +1,4 @@
-"""The optimizer's side: the verdict before parameters change, the inner step, the copies after it."""
+"""The optimizer: the verdict before parameters change, the inner step, the copies after it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Windows in the pipeline's sends and receives (D-DMR_inter).
 
 Every tensor between stages goes through ``P2PCommunicator._communicate``, which issues and waits.
-Here it issues without waiting, the window is served until all requests have completed, and only then
-it returns. Waiting for a late peer is a window like waiting for the wire, so bubbles count too.
+Here it issues without waiting, the window is served until all requests have completed, and only
+then it returns. Waiting for a late peer is a window like waiting for the wire, so bubbles count
+too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """From profiled iterations to a plan, and from a plan to what the engine is told about a region.
 
-The first iterations run with piggyback and are profiled; then one rank of each pipeline stage plans for
-its stage, everybody gets the plans, and from the next iteration on checks are deferred. When windows
-turn out to be much shorter or longer than planned for, the iterations that follow are profiled anew.
+The first iterations run with piggyback and are profiled; then one rank of each pipeline stage plans
+for its stage, everybody gets the plans, and from the next iteration on checks are deferred. When
+windows turn out to be much shorter or longer than planned for, the iterations that follow are
+profiled anew.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..profiler import Recorder
 from ..report.terminal import say
 
 DRIFT = 0.35
-"""Windows this much shorter or longer than planned, over several iterations, call for a new plan."""
+"""Windows this much shorter or longer than planned, over several iterations, call for a new plan.
+"""
 
 DRIFT_ITERATIONS = 8
 HOST_BUDGET = 1 << 30

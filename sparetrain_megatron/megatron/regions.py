@@ -1,8 +1,8 @@
 """Tells the engine which microbatch, layer and phase an operator belongs to.
 
-Wraps the schedules' ``forward_step`` and ``backward_step`` (module globals that every schedule looks up
-at call time) and ``TransformerLayer``. In the backward, which has no modules, a hook on each layer's
-output says when its gradients begin.
+Wraps the schedules' ``forward_step`` and ``backward_step`` (module globals that every schedule
+looks up at call time) and ``TransformerLayer``. In the backward, which has no modules, a hook on
+each layer's output says when its gradients begin.
 """
 
 from __future__ import annotations

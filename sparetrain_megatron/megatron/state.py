@@ -125,7 +125,7 @@ class Snapshot:
                 buffer.copy_(value)
             self._fp8.restore()
         for chunk in self._model:
-            chunk.zero_grad_buffer()
+            chunk.zero_grad_buffer()  # type: ignore[operator]
         optimizer.zero_grad()
         rewind(self._data)
         clear_caches()

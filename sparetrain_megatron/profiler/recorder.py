@@ -1,8 +1,9 @@
-"""Watches a few iterations of one rank and makes a :class:`~sparetrain_megatron.plan.profile.Profile`.
+"""Watches a few iterations of one rank and makes a
+:class:`~sparetrain_megatron.plan.profile.Profile`.
 
 While it watches, the iterations are protected without any deferral. What it notes of an operator is
-the time of its primary execution, what it read and who produced that, and what it wrote; of a window,
-when it opened and how long the rank waited.
+the time of its primary execution, what it read and who produced that, and what it wrote; of a
+window, when it opened and how long the rank waited.
 """
 
 from __future__ import annotations
