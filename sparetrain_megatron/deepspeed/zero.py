@@ -1,0 +1,242 @@
+"""Gradients and parameters as DeepSpeed's optimizers hold them: to forget and to write."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..dmr.engine import Engine
+from ..errors import UsageError
+from ..patching import Patches
+
+_STEP_ALONE = {"Adam", "AdamW", "SGD", "Adagrad"}
+"""Optimizers of torch that step every parameter by itself, as the check of the step needs."""
+
+
+def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+class Gradients:
+    """The gradients of one engine without ZeRO; subclasses know a ZeRO stage each.
+
+    Args:
+        engine: The DeepSpeed engine.
+        protection: This rank's engine of checks.
+    """
+
+    def __init__(self, engine: Any, protection: Engine, patches: Patches) -> None:
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self._checks = protection
+        self._patches = patches
+        self.label()
+
+    def label(self) -> None:
+        """Has the positions of gradient accumulation and communication told."""
+        self._within_phase(self.engine, "_backward_epilogue", "accumulate")
+
+    def _within_phase(self, owner: Any, name: str, phase: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not self._checks.is_active:
+                return original(*args, **kwargs)
+            with self._checks.at(phase=phase):
+                return original(*args, **kwargs)
+
+        self._patches.replace(owner, name, wrapper)
+
+    def discard(self) -> None:
+        """Forgets the gradients of an attempt."""
+        self.engine.zero_grad()
+
+    def reload(self) -> None:
+        """Fetches again, before a repetition, what of the parameters may have arrived wrong."""
+
+    def write_parameters(self) -> None:
+        """Writes the parameters from the verified main parameters again, and gathers them."""
+
+    def inner(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers whose step changes the main parameters.
+
+        Raises:
+            UsageError: There is something else.
+        """
+        optimizer = self.optimizer
+        while not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = getattr(optimizer, "optimizer", None)
+            if optimizer is None:
+                raise UsageError(
+                    f"optimizer {type(self.optimizer).__name__} is not supported with sparetrain: "
+                    "it steps no torch optimizer"
+                )
+        if type(optimizer).__name__ not in _STEP_ALONE or not _of_torch(optimizer):
+            raise UsageError(
+                f"optimizer {type(optimizer).__name__} is not supported with sparetrain: only "
+                f"{', '.join(sorted(_STEP_ALONE))} of torch.optim have been tested with faults; "
+                "optimizer.params.torch_adam: true chooses torch's Adam"
+            )
+        return [optimizer]
+
+
+class Bf16Gradients(Gradients):
+    """``BF16_Optimizer``: 16-bit parameters, 32-bit gradients and main parameters."""
+
+    def label(self) -> None:
+        super().label()
+        self._within_phase(self.optimizer, "update_hp_grads", "accumulate")
+
+    def discard(self) -> None:
+        self.optimizer.clear_lp_grads(set_to_none=True)
+        self.optimizer.clear_hp_grads()
+        self.optimizer._backward_hook_state.reset_for_new_step()
+
+    def write_parameters(self) -> None:
+        self.optimizer.update_lp_params()
+
+
+class MasterGradients(Gradients):
+    """``FP16_UnfusedOptimizer``, which BF16 without ZeRO uses: 32-bit copies of every parameter."""
+
+    def discard(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def write_parameters(self) -> None:
+        groups = zip(self.optimizer.fp32_groups, self.optimizer.fp16_groups)
+        for main, model in ((m, p) for mains, models in groups for m, p in zip(mains, models)):
+            model.data.copy_(main.data)
+
+
+class Zero12Gradients(Gradients):
+    """ZeRO 1 and 2, with or without offload."""
+
+    def label(self) -> None:
+        super().label()
+        self._within_phase(self.optimizer, "process_gradients", "accumulate")
+
+    def discard(self) -> None:
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+        zero = self.optimizer
+        zero.zero_grad(set_to_none=True)
+        zero.micro_step_id = INITIAL_MICRO_STEP_ID
+        zero.ready_for_gradients = False
+        zero._release_preflattened_grad_buffers()
+        for kept in (zero.averaged_gradients, zero.all_grad_tensors):
+            for group in kept:
+                kept[group] = None
+        zero.grads_in_partition = None
+        if zero.cpu_offload:
+            zero.reset_cpu_buffers()
+            zero._offload_accumulated_param_ids = set()
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        for reduced in (zero.params_already_reduced,):
+            for i in range(len(reduced)):
+                reduced[i] = False
+        zero._backward_hook_state.reset_for_new_step()
+
+    def write_parameters(self) -> None:
+        zero = self.optimizer
+        zero.update_lp_params()
+        for group in range(len(zero.bit16_groups)):
+            zero._update_model_bit16_weights(group)
+
+
+class Zero3Gradients(Gradients):
+    """ZeRO 3: parameters are gathered when they are needed, and released."""
+
+    def label(self) -> None:
+        super().label()
+        self._within_phase(self.optimizer, "reduce_ready_partitions_and_remove_grads", "accumulate")
+        offload = self.optimizer.parameter_offload
+        for name in (
+            "pre_sub_module_forward_function",
+            "post_sub_module_forward_function",
+            "pre_sub_module_backward_function",
+            "post_sub_module_backward_function",
+        ):
+            self._apart(offload, name)
+
+    def _apart(self, owner: Any, name: str) -> None:
+        """What is fetched when differs between forward and recompute: it is no part of a block."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with apart(self._checks):
+                return original(*args, **kwargs)
+
+        self._patches.replace(owner, name, wrapper)
+
+    def discard(self) -> None:
+        zero = self.optimizer
+        zero.zero_grad(set_to_none=True)
+        zero.averaged_gradients = {}
+        zero._offload_boundary_param_ids = set()
+        if zero.offload_optimizer:
+            zero.reset_cpu_buffers()
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear_params()
+        for parameter in zero.params_already_reduced:
+            zero.params_already_reduced[parameter] = False
+        zero._backward_hook_state.reset_for_new_step()
+        zero._get_param_coordinator().hierarchy = 0
+
+    def reload(self) -> None:
+        zero = self.optimizer
+        zero._partition_all_parameters()
+        if len(zero.persistent_parameters) > 0:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def write_parameters(self) -> None:
+        zero = self.optimizer
+        zero._partition_all_parameters()
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if len(zero.persistent_parameters) > 0:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+@contextlib.contextmanager
+def apart(checks: Engine) -> Iterator[None]:
+    """What runs inside is checked by itself, whatever checkpointed block it runs in."""
+    passes, checks.passes = checks.passes, []
+    try:
+        yield
+    finally:
+        checks.passes = passes
+
+
+def gradients_of(engine: Any, checks: Engine, patches: Patches) -> Gradients:
+    """The right class for an engine's optimizer.
+
+    Raises:
+        UsageError: There is none.
+    """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    optimizer = engine.optimizer
+    kinds: tuple[tuple[type, type[Gradients]], ...] = (
+        (DeepSpeedZeroOptimizer_Stage3, Zero3Gradients),
+        (DeepSpeedZeroOptimizer, Zero12Gradients),
+        (BF16_Optimizer, Bf16Gradients),
+        (FP16_UnfusedOptimizer, MasterGradients),
+        (torch.optim.Optimizer, Gradients),
+    )
+    for kind, found in kinds:
+        if isinstance(optimizer, kind):
+            return found(engine, checks, patches)
+    raise UsageError(
+        f"optimizer {type(optimizer).__name__} is not supported with sparetrain: its rollback has "
+        "not been tested with faults"
+    )
