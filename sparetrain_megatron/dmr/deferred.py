@@ -81,7 +81,8 @@ class Deferred:
 
     @property
     def _transient(self) -> int:
-        return max((tape.transient_bytes for tape in self._pending), default=0)
+        running = [self._tape] if self._tape is not None else []
+        return max((tape.transient_bytes for tape in (*running, *self._pending)), default=0)
 
     def demote(self) -> None:
         """Executes the oldest pending tape's next operator at once."""
@@ -99,10 +100,11 @@ class Deferred:
             return
         while self and not self.fits(tape):
             self.demote()
-        fits = self.fits(tape)
         self._pending.append(tape)
-        self._index(tape)
-        if not fits:
+        if self.fits(tape):
+            self._index(tape)
+        else:
+            # Too large even alone: executed before anything else happens, so nothing is held.
             self.drain("demoted")
 
     def _index(self, tape: Tape) -> None:
@@ -111,6 +113,7 @@ class Deferred:
             if key not in self.constants and key not in self._bytes:
                 self._bytes[key] = size
                 self.held_bytes += size
+        assert self.budget is None or self.held_bytes <= self.budget
         self._engine.held(self.held_bytes)
 
     def _release(self, tape: Tape) -> None:
@@ -156,6 +159,9 @@ class Deferred:
         mismatch.followed_by = len(found) - 1
         # The third agrees with the primary's fingerprints: the second one was wrong.
         mismatch.wrong = "primary" if again else "checker"
+        if again:
+            held = "the primary, or what was held to execute it again"
+            mismatch.note = f"{held}; {mismatch.note}" if mismatch.note else held
         engine.ledger.record(mismatch)
 
     def _hold_faults(self, tape: Tape) -> None:
@@ -168,7 +174,7 @@ class Deferred:
             if tensor is not None and tensor.untyped_storage()._cdata not in self.constants:
                 # What is held alone is what can go wrong unseen: a copy takes the fault.
                 copy = tensor.clone(memory_format=torch.preserve_format)
-                if injector.visit(place, "boundary", "checker", [copy]):
+                if injector.visit(place, "boundary", "only", [copy]):
                     key = tensor.untyped_storage()._cdata
                     storage = tensor.untyped_storage().clone()
                     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

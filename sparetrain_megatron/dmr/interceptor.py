@@ -26,6 +26,7 @@ _clock = time.perf_counter
 _NO_KEYWORDS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunction
 _no_dispatch = torch._C._disabled_torch_dispatch_impl
+_INDICES = {torch.int8, torch.int16, torch.int32, torch.int64}
 _PLAIN: set[type] = set()  # subclasses of Tensor that leave operators alone, such as Parameter
 
 
@@ -192,12 +193,16 @@ class Interceptor(TorchDispatchMode):
         if engine.injector.armed:
             produced = naive.results(operator, output, operator.written_tensors(args, kwargs))
             engine.injector.visit(engine.position, operator.name, "primary", produced)
-        if not operator.mutating and not (
-            isinstance(output, torch.Tensor) and output.is_floating_point()
-        ):
-            if _crashes_if_wrong(naive.results(operator, output, ())):
+        indices: list[torch.Tensor] = []
+        if not (isinstance(output, torch.Tensor) and output.is_floating_point()):
+            produced = naive.results(operator, output, operator.written_tensors(args, kwargs))
+            if not operator.mutating and _crashes_if_wrong(produced):
                 naive.check_pure(engine, operator, func, args, kwargs, output, state)
+            indices = [t for t in produced if t.dtype in _INDICES]
         tape.record(operator, func, encoded, named, output, state, engine.position.phase)
+        for tensor in indices:
+            # Compared in the replay, too, before anything there uses it.
+            tape.mark(tensor)
         engine.count("deferred", operator, between - start + _clock() - resumed)
         return output
 

@@ -82,12 +82,17 @@ class Entry:
 
 @dataclasses.dataclass(slots=True)
 class Leaving:
-    """A value that leaves the tape after ``after`` operators, and its fingerprint."""
+    """A value that leaves the tape after ``after`` operators, and its fingerprint.
+
+    Attributes:
+        error: Found in a replay: what the operator raised instead.
+    """
 
     after: int
-    ref: Ref
+    ref: Ref | None
     digest: Fingerprint
     source: Source | None = None
+    error: str = ""
 
 
 class Tape:
@@ -259,6 +264,7 @@ class Tape:
         for value in self.leaving:
             after = value.after - 1
             checks[after].append(value)
+            assert value.ref is not None
             last[value.ref.slot] = max(last.get(value.ref.slot, 0), after)
         drops: dict[int, list[int]] = defaultdict(list)
         for slot, i in last.items():
@@ -308,30 +314,45 @@ class Tape:
     def replay(self, engine: Engine, found: list[Leaving]) -> Iterator[None]:
         """Executes the tape again, one operator a step; call inside :func:`below_autograd`.
 
+        It ends at the first operator with a difference: what follows may crash on a wrong index.
+
         Args:
             found: Values that came out different are appended.
         """
         injector = engine.injector
         values = self._values = list(self.held)
         for i, entry in enumerate(self.entries):
-            execute(entry, values, injector, self.position)
-            for value in self._checks.get(i, ()):
-                equal = fingerprint(value.ref.get(values)) == value.digest
-                if equal is False:
-                    found.append(value)
-                elif equal is not True:
-                    engine.ledger.check(equal, self.reporter(engine, value))
+            try:
+                execute(entry, values, injector, self.position)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # it was refused what the primary accepted
+                found.append(Leaving(i + 1, None, 0, error=f"{type(error).__name__}: {error}"))
+            else:
+                found += self._different(engine, i, values)
+            if found:
+                break
             for slot in self.drops.get(i, ()):
                 values[slot] = None
             yield
         self._values = None
+
+    def _different(self, engine: Engine, i: int, values: list[Any]) -> Iterator[Leaving]:
+        """Values that leave after an operator and are not what they were."""
+        for value in self._checks.get(i, ()):
+            assert value.ref is not None
+            equal = fingerprint(value.ref.get(values)) == value.digest
+            if equal is False:
+                yield value
+            elif equal is not True:
+                engine.ledger.check(equal, self.reporter(engine, value))
 
     def reporter(self, engine: Engine, value: Leaving) -> Any:
         position = self.position.copy()
         index = min(value.after, len(self.entries)) - 1
         entry = self.entries[index]
         for earlier in reversed(self.entries[: index + 1]):
-            if value.ref.slot in earlier.outputs:
+            if value.ref is not None and value.ref.slot in earlier.outputs:
                 entry = earlier
                 break
         position.phase = entry.phase
@@ -341,6 +362,8 @@ class Tape:
             mismatch = Mismatch(position, name, "deferred")
             if count > 1:
                 mismatch.note = f"in a segment of {count} operators that ends with this one"
+            if value.error:
+                mismatch.note = f"its second execution failed: {value.error}"
             return mismatch
 
         return report
