@@ -61,6 +61,9 @@ class Ref:
         return view.set_(base.untyped_storage(), self.offset, self.size, self.stride)
 
 
+_NOWHERE = Ref(-1, torch.empty(0))
+
+
 @dataclasses.dataclass(slots=True)
 class Entry:
     """One recorded operator.
@@ -89,7 +92,7 @@ class Leaving:
     """
 
     after: int
-    ref: Ref | None
+    ref: Ref
     digest: Fingerprint
     source: Source | None = None
     error: str = ""
@@ -264,7 +267,6 @@ class Tape:
         for value in self.leaving:
             after = value.after - 1
             checks[after].append(value)
-            assert value.ref is not None
             last[value.ref.slot] = max(last.get(value.ref.slot, 0), after)
         drops: dict[int, list[int]] = defaultdict(list)
         for slot, i in last.items():
@@ -327,7 +329,7 @@ class Tape:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # it was refused what the primary accepted
-                found.append(Leaving(i + 1, None, 0, error=f"{type(error).__name__}: {error}"))
+                found.append(Leaving(i + 1, _NOWHERE, 0, error=f"{type(error).__name__}: {error}"))
             else:
                 found += self._different(engine, i, values)
             if found:
@@ -340,7 +342,6 @@ class Tape:
     def _different(self, engine: Engine, i: int, values: list[Any]) -> Iterator[Leaving]:
         """Values that leave after an operator and are not what they were."""
         for value in self._checks.get(i, ()):
-            assert value.ref is not None
             equal = fingerprint(value.ref.get(values)) == value.digest
             if equal is False:
                 yield value
@@ -352,7 +353,7 @@ class Tape:
         index = min(value.after, len(self.entries)) - 1
         entry = self.entries[index]
         for earlier in reversed(self.entries[: index + 1]):
-            if value.ref is not None and value.ref.slot in earlier.outputs:
+            if value.ref.slot in earlier.outputs:
                 entry = earlier
                 break
         position.phase = entry.phase
