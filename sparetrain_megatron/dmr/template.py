@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .fingerprint import Fingerprint
+from .foreign import Call
 from .operators import Kind
 from .position import Position
 from .tape import Entry, Leaving, Ref, Source, Tape
@@ -122,6 +123,8 @@ def make(
     """
     if any(entry.state is not None for entry in tape.entries):
         return None  # random
+    if any(isinstance(entry.func, Call) for entry in tape.entries):
+        return None  # what a foreign call takes beside tensors may be another thing each time
     named: dict[int, Source] = {}
     for kind, tensors in (("gradient", gradients), ("input", inputs)):
         for i, tensor in enumerate(tensors):

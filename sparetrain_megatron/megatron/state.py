@@ -155,7 +155,7 @@ def _caches() -> list[Any]:
         for thing in gc.get_objects()
         # Not isinstance, which would follow a weak proxy to an object that is gone.
         if issubclass(type(thing), functools._lru_cache_wrapper)
-        and str(getattr(thing, "__module__", "")).startswith("megatron.")
+        and str(getattr(thing, "__module__", "")).startswith(("megatron.", "transformer_engine."))
     ]
 
 

@@ -1,8 +1,9 @@
 """What Transformer Engine needs beside the kernels' seam: its checkpointing and its FP8 state.
 
 Megatron recomputes with ``te_checkpoint`` where FP8 is on. Some of what happens then belongs to
-only one of the two, forward and recompute: quantising the weights, in the first microbatch, and
-putting the forward's scales aside and back again. It is checked as if there were no recompute.
+only one of the two, forward and recompute: quantising the weights, in the first microbatch, putting
+the forward's scales aside and back again, and what is made once and kept. It is checked as if there
+were no recompute.
 """
 
 from __future__ import annotations
@@ -47,19 +48,24 @@ def attach(engine: Engine, patches: Patches, recompute: Recompute) -> None:
 
 
 def _keep_apart(engine: Engine, patches: Patches) -> None:
+    from transformer_engine.pytorch import DotProductAttention
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
     from transformer_engine.pytorch.module import base
 
     for name in _ASIDE:
         original = getattr(FP8GlobalStateManager, name)  # bound to the class, or static
         patches.replace(FP8GlobalStateManager, name, staticmethod(_apart(engine, original)))
+    module = base.TransformerEngineBaseModule
+    methods = [(DotProductAttention, "init_fp8_metadata"), (module, "init_fp8_metadata")]
+    functions = [utils.get_full_cu_seqlens]
     if hasattr(base, "quantize_weight"):
-        original = base.quantize_weight
-        seam.replace_everywhere({id(original): _apart(engine, original)}, patches)
-    else:  # up to 2.15 a method
-        owner = base.TransformerEngineBaseModule
-        original = owner.get_weight_workspace
-        patches.replace(owner, "get_weight_workspace", _apart(engine, original))
+        functions.append(base.quantize_weight)
+    else:
+        methods.append((module, "get_weight_workspace"))
+    for owner, name in methods:
+        patches.replace(owner, name, _apart(engine, getattr(owner, name)))
+    seam.replace_everywhere({id(f): _apart(engine, f) for f in functions}, patches)
 
 
 def _apart(engine: Engine, function: Any) -> Any:
@@ -107,6 +113,7 @@ class Fp8State:
 
     def restore(self) -> None:
         """Puts back what was there; what has been made since is made new."""
+        _forget_lengths()
         for state in self._states():
             _, scale, history = self._saved.get(id(state), (None, None, None))
             if scale is None or history is None:
@@ -115,3 +122,10 @@ class Fp8State:
             else:
                 state.scale.copy_(scale)
                 state.amax_history.copy_(history)
+
+
+def _forget_lengths() -> None:
+    """Empties a cache that may hold what the discarded attempt computed wrong."""
+    utils = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    if utils is not None:
+        utils._cu_seqlens_cache.clear()
