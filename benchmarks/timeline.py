@@ -295,9 +295,9 @@ def draw(steps: dict[str, list[dict[str, Any]]], title: str, path: Path) -> None
         loc="upper right",
         ncols=4,
         frameon=False,
-        fontsize=9,
+        fontsize=8,
     )
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
