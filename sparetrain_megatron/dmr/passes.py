@@ -23,6 +23,8 @@ _ANY = Operator("", Kind.PURE)
 class Passes:
     """Methods of :class:`~sparetrain_megatron.dmr.engine.Engine`, in a file of their own."""
 
+    passes: list[FirstPass | SecondPass]
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -60,6 +62,15 @@ class Passes:
             yield
         finally:
             self.passes.remove(running)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs inside belongs to one pass only: it is executed twice at once."""
+        before, self.passes = self.passes, []
+        try:
+            yield
+        finally:
+            self.passes = before
 
     def second_pass(self, first: FirstPass, inputs: Sequence[torch.Tensor]) -> SecondPass:
         """Opens the recompute of a segment; its inputs must be what they were."""

@@ -119,8 +119,8 @@ REFUSALS = (
     ),
     Refusal(
         "--fp8-recipe tensorwise with --sequence-parallel",
-        "Transformer Engine then reduces the largest value over ranks inside the kernel, which can't "
-        "be executed twice",
+        "Transformer Engine then reduces the largest value over ranks inside the kernel, which "
+        "can't be executed twice",
         "use --fp8-recipe delayed",
         lambda args: (
             bool(getattr(args, "fp8", None) or getattr(args, "fp8_format", None))

@@ -104,6 +104,14 @@ class Snapshot:
             if buffer is not None
         ]
         self._fp8 = Fp8State(model)
+        self._metrics = {k: _entry(v) for k, v in _expert_metrics().items()}
+        self._lengths = {k: _private(v) for k, v in _length_counters().items()}
+
+    def _set_length_counters(self) -> None:
+        from megatron.training import training
+
+        for name, value in self._lengths.items():
+            setattr(training, name, _private(value))
 
     def restore(self, optimizer: Any) -> None:
         """Puts everything back. All communication of the attempt must have ended.
@@ -124,11 +132,46 @@ class Snapshot:
             for buffer, value in self._buffers:
                 buffer.copy_(value)
             self._fp8.restore()
+        metrics = _expert_metrics()
+        metrics.clear()
+        metrics.update((k, _entry(v)) for k, v in self._metrics.items())
+        self._set_length_counters()
         for chunk in self._model:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         optimizer.zero_grad()
         rewind(self._data)
         clear_caches()
+
+
+def _expert_metrics() -> dict[str, Any]:
+    """Sums of auxiliary losses for the log, which the forward adds to; empty without experts."""
+    try:  # from 0.18 on
+        from megatron.core.transformer.moe import moe_logging
+
+        return moe_logging.get_moe_metrics_tracker()._metrics
+    except ImportError:
+        from megatron.core.transformer.moe import moe_utils
+
+        return moe_utils.get_moe_layer_wise_logging_tracker()
+
+
+def _entry(entry: Any) -> Any:
+    """A metric with tensors of its own; process groups in it stay the same ones."""
+    if isinstance(entry, dict):
+        return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
+    copied = copy.copy(entry)
+    for name, value in vars(copied).items():
+        if isinstance(value, torch.Tensor):
+            setattr(copied, name, value.clone())
+    return copied
+
+
+def _length_counters() -> dict[str, Any]:
+    """Counters of packed sequences' lengths, which reading the data adds to (0.19)."""
+    from megatron.training import training
+
+    names = ("_seqlen_stats_in_iteration", "_seqlen_stats_active")
+    return {name: getattr(training, name) for name in names if hasattr(training, name)}
 
 
 def _copied_states(states: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ..dmr.engine import UnprotectedOperator, Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
 from ..report.terminal import say
 from . import transformer_engine
+from .experts import Experts
 from .optimizer import Discarded, OptimizerHooks
 from .pipeline import Pipeline
 from .planning import Planning
@@ -66,6 +67,7 @@ class Protection(protection.Protection):
         transformer_engine.attach(self.engine, self.patches, self._recompute)
         if self.config.defers:
             self._pipeline = Pipeline(self.engine, self.patches)
+        self._experts = Experts(self.engine, self.patches)
         self._validation = Validation(self.engine, self.patches)
         self._regions = Regions(self.engine, self.patches, self._recompute)
         for name, wrapper in (
