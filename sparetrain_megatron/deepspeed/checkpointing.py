@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,13 +19,23 @@ from ..patching import Patches
 
 
 class Recompute:
-    """Installs the wrappers for one engine."""
+    """Installs the wrappers for one engine.
 
-    def __init__(self, engine: Engine, patches: Patches) -> None:
+    Args:
+        kept: A context in which parameters that are gathered for the recompute stay gathered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        patches: Patches,
+        kept: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
         from deepspeed.runtime.activation_checkpointing import checkpointing
         from torch.utils import checkpoint as torch_checkpoint
 
         self._engine = engine
+        self._kept = kept
         for owner in (checkpointing.CheckpointFunction, torch_checkpoint.CheckpointFunction):
             forward = owner.forward
             patches.replace(owner, "forward", staticmethod(self._reentrant(forward)))
@@ -53,6 +63,13 @@ class Recompute:
 
         return wrapper
 
+    def _whole(self, block: Block) -> Any:
+        def recompute(*args: Any, **kwargs: Any) -> Any:
+            with self._kept():
+                return block.second(*args, **kwargs)
+
+        return recompute
+
     def _without_reentrant(self, generator: Any) -> Any:
         engine = self._engine
 
@@ -73,7 +90,8 @@ class Recompute:
                 context_fn = _both(context_fn, lambda: block.first(inputs))
                 # The function itself is called again for the recompute alone. It has to run to its
                 # end: an early stop would leave its last operators without a second execution.
-                fn, early_stop = block.second, False
+                # The backward of its last module has begun already, and so has what that gathers.
+                fn, early_stop = self._whole(block), False
             return generator(
                 fn,
                 preserve_rng_state,

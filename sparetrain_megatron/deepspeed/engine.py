@@ -88,7 +88,7 @@ class DeepSpeedProtection(Protection):
             )
             self._steps.append(step)
             self.patches.replace(optimizer, "step", self._inner_step(step))
-        self.recompute = Recompute(engine, self.patches)
+        self.recompute = Recompute(engine, self.patches, self.gradients.kept)
         self._regions = Regions(engine, deepspeed.module)
         parameter = next(deepspeed.module.parameters(), None)
         engine.device = deepspeed.device if parameter is None else parameter.device

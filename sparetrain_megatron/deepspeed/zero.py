@@ -56,6 +56,11 @@ class Gradients:
         """Forgets the gradients of an attempt."""
         self.engine.zero_grad()
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Parameters that are gathered inside stay gathered until their backward."""
+        yield
+
     def reload(self) -> None:
         """Fetches again, before a repetition, what of the parameters may have arrived wrong."""
 
@@ -152,6 +157,8 @@ class Zero12Gradients(Gradients):
 class Zero3Gradients(Gradients):
     """ZeRO 3: parameters are gathered when they are needed, and released."""
 
+    _keeping = False
+
     def label(self) -> None:
         super().label()
         self._within_phase(self.optimizer, "reduce_ready_partitions_and_remove_grads", "accumulate")
@@ -170,10 +177,20 @@ class Zero3Gradients(Gradients):
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._keeping and name == "post_sub_module_forward_function":
+                return None
             with apart(self._checks):
                 return original(*args, **kwargs)
 
         self._patches.replace(owner, name, wrapper)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        before, self._keeping = self._keeping, True
+        try:
+            yield
+        finally:
+            self._keeping = before
 
     def discard(self) -> None:
         zero = self.optimizer
