@@ -17,6 +17,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sparetrain_megatron import __version__
 from sparetrain_megatron.config import SparetrainConfig, add_arguments, parse_command_line
@@ -63,6 +64,34 @@ def main(argv: Sequence[str]) -> int:
         # One stage may be refused while the others are not: the rank that knows why says so.
         return _fail(error, speak=True, rank=os.environ.get("RANK"))
     return 0
+
+
+def attach_to_script() -> None:
+    """Does the same from inside of an entry script, which `patches/` has call this.
+
+    It takes our flags out of `sys.argv`; to be called before anything of Megatron is imported.
+
+    Raises:
+        SystemExit: A flag is wrong, or something is refused; the reason has been printed.
+    """
+    try:
+        config, rest = parse_command_line(sys.argv[1:])
+    except UsageError as error:
+        raise SystemExit(_fail(error, speak=_first_of("RANK"))) from None
+    try:
+        prepare(config, [sys.argv[0], *rest])
+    except SparetrainError as error:
+        raise SystemExit(_fail(error, speak=_first_of("LOCAL_RANK"))) from None
+
+    # What is refused later ends as it would under `main`: with a line and its own exit code.
+    hook = sys.excepthook
+
+    def excepthook(kind: Any, error: BaseException, traceback: Any) -> None:
+        if isinstance(error, SparetrainError):
+            raise SystemExit(_fail(error, speak=True, rank=os.environ.get("RANK")))
+        hook(kind, error, traceback)
+
+    sys.excepthook = excepthook
 
 
 def prepare(config: SparetrainConfig, command: Sequence[str]) -> str:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+_IN_PLACE = {"all_reduce", "broadcast", "reduce"}
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Arrival:
     """A result that may still be on its way."""
@@ -134,7 +137,10 @@ class Collectives:
         )
 
     def _alone(self, name: str, func: Any, args: tuple, kwargs: dict, named: dict) -> Any:
-        """A group of one: nothing moves; what is left is a copy on this device."""
+        """A group of one: nothing moves; what is left may be a copy on this device."""
+        if name in _IN_PLACE:
+            self._engine.count_once("group of one")
+            return func(*args, **kwargs)
         inputs = [fingerprint(t) for t in inputs_of(name, named)]
         output = func(*args, **kwargs)
         engine = self._engine

@@ -90,6 +90,8 @@ class Engine(Passes, Recording):
         self.repairs = repairs
         self.repairs_all = False
         """Whether wrong numbers of any type are replaced too: when no verdict follows."""
+        self.waits_together = False
+        """Whether the wait for the other ranks' verdict is served; alike on all ranks."""
         self.copy_limit = copy_limit
         self.reductions = reductions
         self.second_device = second_device or SecondDevice()
@@ -214,6 +216,7 @@ class Engine(Passes, Recording):
         operator: Operator,
         function: Callable[..., Any],
         tensors: tuple,
+        state: Sequence[torch.Tensor],
         state_of: Callable[[Any], Sequence[torch.Tensor]],
     ) -> None:
         """Executes a kernel that the dispatcher doesn't see, as an operator; see ``foreign.py``.
@@ -222,9 +225,17 @@ class Engine(Passes, Recording):
             operator: Its class, and which of ``tensors`` it writes.
             function: Executes it on flat tensors and returns flat tensors.
             tensors: Its arguments.
-            state_of: Those of its results that nobody will hold any longer: they are compared with
-                the values that they have now.
+            state: Further tensors that it changes; not by an operator that is recorded.
+            state_of: The values after it, among its results. Nobody will hold these any longer:
+                they are compared with the values that they have now.
         """
+        if state:
+            self.deferred.before_write(state)
+            if self.tape is not None and any(map(self.tape.is_internal, state)):
+                self.cut_tape()
+            if self.tape is not None:
+                for tensor in state:
+                    self.tape.forget(tensor)
         results = self._interceptor.foreign(operator, function, tensors)
         if self.tape is not None:
             for tensor in state_of(results):
@@ -316,6 +327,8 @@ class Engine(Passes, Recording):
             final: All communication of the iteration has been waited for, sums of gradients too.
         """
         self.close_tape()
+        if self.waits_together and dist.is_initialized() and dist.get_world_size() > 1:
+            self._wait_for_others()
         if self.deferred and self.collectives.in_flight():
             # Gradients are being summed meanwhile: a window.
             self.deferred.serve(lambda: not self.collectives.in_flight())
@@ -339,6 +352,16 @@ class Engine(Passes, Recording):
         self.statistics.injected = len(self.injector.records)
         self.statistics.seconds_in_checks += time.perf_counter() - start
         return Verdict(dirty, tuple(found))
+
+    def _wait_for_others(self) -> None:
+        """The last stage is done before the first: waiting for it is a window like any other."""
+        with self.paused():
+            flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+            work = dist.all_reduce(flag, async_op=True)
+        self.window_opens("inter", "verdict")
+        self.deferred.serve(work.is_completed)
+        work.wait()
+        self.window_closes()
 
     def _agree(self, final: bool) -> tuple[list[Mismatch], bool]:
         """What this rank found, and whether any rank found something."""

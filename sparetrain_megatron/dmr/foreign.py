@@ -186,6 +186,11 @@ class Call:
         self._places.clear()
         self.operator = _operator(kernel, tuple(dict.fromkeys(written)))
 
+    @property
+    def live_state(self) -> list[torch.Tensor]:
+        """The tensors of state that the primary will change."""
+        return self._live_state
+
     def state_of(self, results: Results) -> tuple[torch.Tensor, ...]:
         """The state after the call."""
         end = len(results) - results.copies
@@ -327,7 +332,7 @@ class ForeignKernel:
                 return self.function(*args, **kwargs)
         # What the caller passed and what it gets back is its own: a recorded call keeps neither.
         tensors, call.tensors = tuple(call.tensors), []
-        engine.foreign(call.operator, call, tensors, call.state_of)
+        engine.foreign(call.operator, call, tensors, call.live_state, call.state_of)
         result, call.result = call.result, None
         return result
 

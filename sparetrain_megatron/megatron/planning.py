@@ -100,6 +100,7 @@ class Planning:
         self._ratios: list[float] = []
         self.plan: Plan | None = None
         engine.deferred.budget = self._budget
+        engine.waits_together = True
         if config.plan is not None:
             plans = load_plans(config.plan)
             plan = plans.get(engine.position.stage)

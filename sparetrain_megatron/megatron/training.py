@@ -37,6 +37,8 @@ from .recompute import Recompute
 from .regions import Regions
 from .state import Snapshot, Validation, replayed, schedule_allowed
 
+CPU_CHUNK = 8 << 20
+
 
 class Protection(protection.Protection):
     """Everything the plugin does in one process.
@@ -121,7 +123,7 @@ class Protection(protection.Protection):
             engine,
             self.patches,
             optimizer,
-            chunk=self.config.optimizer_chunk_bytes,
+            chunk=self._optimizer_chunk(),
             attempts=self.config.max_rollbacks if self.config.on_mismatch == "rollback" else 0,
             before_step=self._before_step,
             on_redo=self.redo_chunk,
@@ -132,6 +134,11 @@ class Protection(protection.Protection):
         if self.config.defers:
             directory = self.config.directory(args.save)
             self.planning = Planning(engine, self.config, self._recompute.layers, args, directory)
+
+    def _optimizer_chunk(self) -> int:
+        """On a CPU a chunk that stays in the caches is stepped twice in less time."""
+        chunk = self.config.optimizer_chunk_bytes
+        return min(chunk, CPU_CHUNK) if self.engine.device.type == "cpu" else chunk
 
     # --- the step ------------------------------------------------------------------------------
 

@@ -202,6 +202,15 @@ class Costs(Data):
     fingerprint: Seconds = Field(default=0.0, ge=0)
     """Of one byte's fingerprint."""
 
+    bound: Seconds | None = Field(default=None, ge=0)
+    """As `record`, for an operator of a segment: blocks that do the same every time are bound to
+    a template, not recorded. None: they are recorded."""
+
+    @property
+    def segment(self) -> Seconds:
+        """To have one operator of a segment replayed later."""
+        return self.record if self.bound is None else self.bound
+
 
 class Memory(Data):
     """Memory of the device, without what protection holds."""

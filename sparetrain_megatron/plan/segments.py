@@ -161,7 +161,7 @@ def _weigh(block: Block, members: np.ndarray, costs: Costs) -> _Figures:
     leaving = (members & (read_outside | never_read)) @ sizes[:count]
     saved = members @ (checks * open_)
     covered_before = members @ (seconds * ~open_)
-    recording = members.sum(axis=1) * costs.record + leaving * costs.fingerprint
+    recording = members.sum(axis=1) * costs.segment + leaving * costs.fingerprint
     return _Figures(
         saved=saved,
         gain=saved - covered_before - recording,

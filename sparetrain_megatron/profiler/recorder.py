@@ -22,6 +22,11 @@ from ..dmr.position import Position
 from ..plan import profile as data
 
 _clock = time.perf_counter
+
+# Host time on a core of a server's CPU; benchmarks/host_time.py measures them.
+RECORD = 12e-6  # seconds to record an operator
+BIND = 1e-6  # seconds for an operator of a bound block
+FINGERPRINT = 1 / 20e9  # seconds for a byte
 _PHASES = {"accumulate": "backward", "communication": "forward", "held": "recompute"}
 
 
@@ -138,7 +143,8 @@ class Recorder:
         """The rank goes on."""
         if self._window is not None:
             kind, name, start = self._window
-            self._waiting.append((kind, _what(name), _clock() - start))
+            what = _what(name, self._position.microbatch)
+            self._waiting.append((kind, what, _clock() - start))
             self._window = None
 
     def iteration(self, seconds: float) -> None:
@@ -259,7 +265,7 @@ class Recorder:
                 times = [steps[i][2] for steps in kept]  # type: ignore[index]
                 kind, what, _ = step
                 runs.append(data.Window(kind=kind, what=what, **_middle(times)))
-        costs = data.Costs(record=12e-6, fingerprint=1 / 20e9)
+        costs = data.Costs(record=RECORD, fingerprint=FINGERPRINT, bound=_bound(templates))
         return data.Profile(
             identity=identity,
             rank=rank,
@@ -272,14 +278,26 @@ class Recorder:
         )
 
 
+def _bound(templates: Sequence[data.Template]) -> float | None:
+    """Time to bind an operator of a block; None where blocks have to be recorded."""
+    for template in templates:
+        if template.phase == "recompute" or template.name.startswith("backward"):
+            block = template.phase == "recompute" or template.name.split()[-1].isdigit()
+            if block and any(o.random or o.collective for o in template.operators):
+                return None
+    return BIND
+
+
 def _shape(step: Any) -> tuple:
     return step.shape if isinstance(step, _Region) else step[:2]
 
 
-def _what(name: str) -> str:
-    if name.startswith(("send", "recv", "p2p")):
+def _what(name: str, microbatch: int | None) -> str:
+    if name.startswith(("send", "recv", "p2p", "verdict")):
         return "pipeline"
-    return {"all_to_all": "expert"}.get(name, "tensor")
+    if microbatch is None:
+        return "gather" if name == "all_gather" else "data"
+    return "expert" if name == "all_to_all" else "tensor"
 
 
 def _middle(times: Sequence[float]) -> dict[str, float]:
