@@ -245,7 +245,9 @@ def test_every_phase_in_every_configuration(
     ]
     if operator == "recv" or (phase, operator) == ("optimizer", "copy_"):
         faults = [fault.replace("nth=2", "nth=1") for fault in faults]
-    recover(tmp_path, configuration, faults, english=english)
+    # A norm below the limit would leave nothing to do for the clipping.
+    flags = "--clip-grad 0.1" if phase == "clip" else ""
+    recover(tmp_path, configuration, faults, flags=flags, english=english)
 
 
 PATTERNS = ["swap", "shift", "burst", "negate"]
