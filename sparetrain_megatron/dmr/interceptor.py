@@ -219,6 +219,7 @@ class Interceptor(TorchDispatchMode):
             tape.mark(tensor, source=source)
         for tensor in written:
             tape.forget(tensor)
+        tape.bindable &= engine.position.phase == "accumulate"
         engine.statistics.seconds_in_checks += _clock() - start
         return naive.mutating(engine, operator, func, args, kwargs)
 
@@ -246,6 +247,7 @@ class Interceptor(TorchDispatchMode):
             engine.collectives.touch(operator, args, kwargs)
         if engine.tape is not None:
             # A number steers the program: it is checked at once, its source when the tape is.
+            engine.tape.bindable = False
             for tensor in tensors_of(args, kwargs):
                 engine.tape.mark(tensor)
         return naive.scalar(engine, operator, func, args, kwargs)

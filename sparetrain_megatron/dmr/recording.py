@@ -35,14 +35,18 @@ class Recording:
 
     def open_tape(self) -> None:
         """Operators are recorded from now on, and executed again in a window."""
-        self.cut_tape()
+        self.close_tape()
         self.tape = Tape(self.position, self.deferred.constants)
 
     def cut_tape(self) -> None:
         """Ends the open tape, if there is one, and begins the next."""
-        if self.tape is not None and self.tape.entries:
+        if self.tape is None:
+            return
+        self.tape.bindable = False
+        if self.tape.entries:
             self.close_tape()
             self.tape = Tape(self.position, self.deferred.constants)
+            self.tape.bindable = False
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
@@ -115,6 +119,7 @@ class Recording:
             deferred.demote()
         if deferred.fits(tape):
             return True
+        tape.bindable = False
         self.close_tape()
         deferred.drain("demoted")
         return False

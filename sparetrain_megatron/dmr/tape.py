@@ -108,6 +108,8 @@ class Tape:
         computing: How many entries compute something.
         held_bytes: What the boundary holds, constants left out.
         transient_bytes: The most that a replay allocates at one time.
+        bindable: The region did nothing beside recorded operators and gradient accumulation, so
+            that it may run unseen; see ``template.py``.
     """
 
     def __init__(self, position: Position, constants: Set[int] = frozenset()) -> None:
@@ -121,6 +123,7 @@ class Tape:
         self.computing = 0
         self.held_bytes = 0
         self.transient_bytes = 0
+        self.bindable = True
         self._slots: dict[int, int] = {}
         self._alive: dict[int, Any] = {}  # weak references to internal storages
         self._bases: dict[int, Ref] = {}  # whole-storage geometry of internal slots

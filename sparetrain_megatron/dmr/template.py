@@ -34,10 +34,13 @@ Geometry = tuple[Any, ...]
 
 
 def geometry(tensors: Sequence[torch.Tensor]) -> Geometry:
-    """What a template depends on: shapes, layouts and dtypes of the boundary."""
+    """What a template depends on: shapes, layouts and dtypes of the boundary, and what shares
+    memory in it."""
+    storages = [t.untyped_storage() for t in tensors]
+    first = {storage._cdata: i for i, storage in reversed(list(enumerate(storages)))}
     return tuple(
-        (t.dtype, t.size(), t.stride(), t.storage_offset(), t.untyped_storage().nbytes())
-        for t in tensors
+        (t.dtype, t.size(), t.stride(), t.storage_offset(), storage.nbytes(), first[storage._cdata])
+        for t, storage in zip(tensors, storages)
     )
 
 
@@ -121,8 +124,8 @@ def make(
         gradients: The incoming gradients.
         constants: Storages of parameters.
     """
-    if any(entry.state is not None for entry in tape.entries):
-        return None  # random
+    if not tape.bindable or any(entry.state is not None for entry in tape.entries):
+        return None  # it does more than compute, or is random
     if any(isinstance(entry.func, Call) for entry in tape.entries):
         return None  # what a foreign call takes beside tensors may be another thing each time
     named: dict[int, Source] = {}
@@ -146,6 +149,8 @@ def make(
                 return None
         sources.append(source)
     kept = _without(tape, aside)
+    if any(slot in aside for entry in kept.entries for slot in entry.reads):
+        return None
     if any(value.source is None for value in kept.leaving):
         return None
     return Template(
@@ -157,7 +162,11 @@ def make(
         [(value.after, value.ref, value.source) for value in kept.leaving if value.source],
         kept.drops,
         sum(entry.operator.kind is not Kind.UNINITIALISED for entry in kept.entries),
-        sum(t.untyped_storage().nbytes() for t in (*inputs, *gradients)),
+        sum(
+            storage.nbytes()
+            for storage in (t.untyped_storage() for t in (*inputs, *gradients, *fixed.values()))
+            if storage._cdata not in constants
+        ),
         kept.transient_bytes,
         operators=[entry.func for entry in tape.entries],
     )

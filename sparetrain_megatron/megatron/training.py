@@ -308,6 +308,8 @@ class Protection(protection.Protection):
     def restore(self, verdict: Verdict) -> None:
         self._snapshot.restore(self._optimizer)
         self._validation.forget()
+        # What disagreed may be a template that is not true any longer.
+        self._recompute.templates.clear()
         if self.planning is not None:
             self.planning.attempt_discarded()
 
