@@ -172,7 +172,10 @@ class SparetrainConfig(BaseModel):
                 "`on_mismatch` report contradicts `second_device` above 0: a run that only "
                 "reports asks no second device; remove one of them"
             )
-        given = self.model_fields_set & {"plan", "profile_iters", "memory_budget"}
+        # By value: a configuration that was stored with its defaults can be read again.
+        fields = type(self).model_fields
+        deferral = ("memory_budget", "plan", "profile_iters")
+        given = [name for name in deferral if getattr(self, name) != fields[name].default]
         if given and not self.defers:
             raise ValueError(
                 f"`{min(given)}` has no effect with `mode` {self.mode}: only coarse and full "

@@ -101,6 +101,8 @@ class Planning:
         self.plan: Plan | None = None
         engine.deferred.budget = self._budget
         engine.waits_together = True
+        if not self._budget:
+            return  # nothing can be deferred: the strategy stays what it is in mode piggyback
         if config.plan is not None:
             plans = load_plans(config.plan)
             plan = plans.get(engine.position.stage)
@@ -202,6 +204,8 @@ def budget_bytes(config: SparetrainConfig, device: torch.device) -> int:
     cuda = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if cuda else 8 * HOST_BUDGET
     if config.memory_budget is not None:
+        if config.memory_budget.strip() == "0":
+            return 0
         return parse_size(config.memory_budget, total=total)
     if not cuda:
         return HOST_BUDGET

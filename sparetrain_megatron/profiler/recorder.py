@@ -120,6 +120,8 @@ class Recorder:
         overwrites = tuple(
             value for t in written if (value := self._value(region, t, known_only=True)) is not None
         )
+        # Gradient buffers and the like: memory that was there before the step.
+        outside = {t.untyped_storage()._cdata for t in written} - self._producers.keys()
         timed = _Timed(func, args)
         start = _clock()
         output = handler(operator, timed, args, kwargs)
@@ -128,8 +130,9 @@ class Recorder:
         ordinal = len(region.operators)
         for tensor in produced:
             storage = tensor.untyped_storage()
-            self._producers[storage._cdata] = (region, ordinal)
-            self._weak.append(storage._weak_ref())
+            if storage._cdata not in outside:
+                self._producers[storage._cdata] = (region, ordinal)
+                self._weak.append(storage._weak_ref())
         size = sum(t.numel() * t.element_size() for t in (produced or written))
         integer = operator.kind is Kind.SCALAR or any(not t.is_floating_point() for t in produced)
         region.operators.append(_Seen(operator, seconds, size, held, inputs, overwrites, integer))
@@ -215,10 +218,10 @@ class Recorder:
         producer = self._producers.get(key)
         if producer is not None and producer[0] is region:
             return producer[1]
-        if key in self._local:
-            return ~self._local[key]
         if known_only and producer is None:
             return None
+        if key in self._local:
+            return ~self._local[key]
         phase = value = None
         before = self._previous
         if (
