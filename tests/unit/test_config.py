@@ -40,15 +40,19 @@ def test_defaults():
 
 def test_every_flag():
     config = parse(
-        "--sparetrain --sparetrain-mode=naive --no-sparetrain-strict --sparetrain-max-rollbacks 0 "
+        "--sparetrain --sparetrain-mode=full --no-sparetrain-strict --sparetrain-max-rollbacks 0 "
+        "--sparetrain-plan plan.json --sparetrain-profile-iters 3 --sparetrain-memory-budget=4GiB "
         "--sparetrain-dir out --sparetrain-second-device 0.25 --sparetrain-reductions=0.5 "
         "--sparetrain-optimizer-chunk 1MiB --sparetrain-cpu "
         "--sparetrain-inject iteration=3,phase=backward --sparetrain-inject=iteration=4,bit=2"
     )
-    assert config.model_dump(exclude={"plan", "profile_iters", "memory_budget"}) == {
+    assert config.model_dump() == {
         "enabled": True,
-        "mode": "naive",
+        "mode": "full",
         "strict": False,
+        "plan": Path("plan.json"),
+        "profile_iters": 3,
+        "memory_budget": "4GiB",
         "on_mismatch": "rollback",
         "max_rollbacks": 0,
         "dir": Path("out"),
@@ -85,9 +89,24 @@ def test_frozen_and_documented():
         ("--sparetrain-on-mismatch panic", ["--sparetrain-on-mismatch", "'abort'"]),
         ("--sparetrain-inject iteration=x", ["--sparetrain-inject", "iteration"]),
         ("--sparetrain-inject colour=red", ["--sparetrain-inject", "colour"]),
-        ("--sparetrain-plan p.json", ["--sparetrain-plan", "not available"]),
-        ("--sparetrain-profile-iters 3", ["--sparetrain-profile-iters", "not available"]),
-        ("--sparetrain-memory-budget 4GiB", ["--sparetrain-memory-budget", "not available"]),
+        ("--sparetrain-plan p.json", ["--sparetrain-plan has no effect", "piggyback"]),
+        ("--sparetrain-profile-iters 3", ["--sparetrain-profile-iters has no effect", "piggyback"]),
+        (
+            "--sparetrain-memory-budget 4GiB --sparetrain-mode naive",
+            ["--sparetrain-memory-budget has no effect", "--sparetrain-mode naive", "coarse"],
+        ),
+        (
+            "--sparetrain-mode full --sparetrain-profile-iters 0",
+            ["--sparetrain-profile-iters", "greater than or equal to 1", "'0'"],
+        ),
+        (
+            "--sparetrain-mode full --sparetrain-memory-budget 4GiBs",
+            ["--sparetrain-memory-budget", "256MiB", "10%", "'4GiBs'"],
+        ),
+        (
+            "--sparetrain-mode coarse --sparetrain-memory-budget 120%",
+            ["--sparetrain-memory-budget", "share"],
+        ),
         ("--sparetrain-mode", ["--sparetrain-mode", "expected one argument"]),
         ("--sparetrain-mode --lr 1", ["--sparetrain-mode", "expected one argument"]),
         ("--sparetrain-cpu=yes", ["--sparetrain-cpu"]),
@@ -161,15 +180,23 @@ def test_second_device_after_a_mismatch():
     assert SparetrainConfig.model_validate(unset.model_dump()) == unset
 
 
-@pytest.mark.parametrize("mode", ["coarse", "full"])
-def test_modes_of_later_versions_fall_back(mode):
+@pytest.mark.parametrize("mode", ["naive", "piggyback", "coarse", "full"])
+def test_modes(mode):
     config = parse(f"--sparetrain --sparetrain-mode {mode}")
-    assert config.effective_mode == "piggyback"
-    assert config.notices() == [
-        f"mode {mode} is not available in this version; piggyback is used instead"
-    ]
-    assert parse("--sparetrain --sparetrain-mode naive").effective_mode == "naive"
-    assert parse("--sparetrain").notices() == []
+    assert config.effective_mode == config.mode == mode
+    assert config.defers == (mode in ("coarse", "full"))
+    assert config.notices() == []
+
+
+@pytest.mark.parametrize("mode", ["coarse", "full"])
+@pytest.mark.parametrize("budget", ["0", " 0 ", "64KiB", "4GiB", "10%", "4096"])
+def test_memory_budget(mode, budget):
+    config = parse_command_line(
+        ["--sparetrain", "--sparetrain-mode", mode, "--sparetrain-memory-budget", budget], {}
+    )[0]
+    assert config.memory_budget == budget
+    assert config.plan is None
+    assert config.profile_iters == 5
 
 
 def test_directory():
@@ -200,14 +227,12 @@ def test_in_another_parser():
     assert SparetrainConfig.from_namespace(argparse.Namespace(lr=1), {}) == SparetrainConfig()
 
 
-def test_help_tells_every_flag_that_works():
+def test_help_tells_every_flag():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     text = parser.format_help()
     for field, flag in FLAGS.items():
-        assert (f"{flag} " in text or f"{flag}\n" in text or f"{flag}," in text) == (
-            field not in ("plan", "profile_iters", "memory_budget")
-        ), flag
+        assert f"{flag} " in text or f"{flag}\n" in text or f"{flag}," in text, field
 
 
 # Another program's tokens: anything that doesn't begin like ours.
@@ -262,3 +287,22 @@ def test_wrong_flags_are_found_without_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ("0", 0),
+        (" 0 ", 0),
+        ("64KiB", 1 << 16),
+        ("1MiB", 1 << 20),
+        ("50%", 4 << 30),
+        (None, 1 << 30),
+    ],
+)
+def test_budget_on_a_cpu(budget, expected):
+    torch = pytest.importorskip("torch")
+    from sparetrain_megatron.megatron.planning import budget_bytes
+
+    config = SparetrainConfig(mode="full", memory_budget=budget)
+    assert budget_bytes(config, torch.device("cpu")) == expected
