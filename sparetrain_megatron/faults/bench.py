@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from sparetrain_megatron.config import SparetrainConfig
 from sparetrain_megatron.dmr.mismatch import Mismatch
+from sparetrain_megatron.dmr.strategy import Everything, Method, Strategy
 from sparetrain_megatron.faults.injector import Injector
 
 WARM_UP = 2
@@ -55,20 +56,25 @@ class Setup:
     """One configuration of a campaign.
 
     Attributes:
-        mode: ``naive`` or ``piggyback``.
+        mode: ``naive``, ``piggyback``, ``coarse`` or ``full``. The last two defer whatever they
+            can, whether a plan would or not; one process has no windows, so that what waits is
+            executed at the verdict.
         dtype: ``bf16`` (with FP32 main parameters) or ``fp32``.
         recompute: ``none``, ``full`` or ``selective``.
         on_mismatch: ``report`` shows the harm that a fault does, ``rollback`` what is left of it.
+        method: How blocks are deferred: ``segment`` or ``single``.
     """
 
     mode: str
     dtype: str
     recompute: str
     on_mismatch: str = "report"
+    method: Method = "segment"
 
     @property
     def name(self) -> str:
-        return f"{self.mode}, {self.dtype}, recompute {self.recompute}"
+        method = ", single" if self.method == "single" else ""
+        return f"{self.mode}, {self.dtype}, recompute {self.recompute}{method}"
 
     def flags(self) -> list[str]:
         """Flags of Megatron: BF16 comes with a Llama's layers, FP32 with a GPT's and dropout."""
@@ -110,10 +116,16 @@ class Bench:
         protection: What protects it.
         arguments: Positional arguments of the call in which training reached it.
         keywords: Its keyword arguments.
+        strategy: What is deferred from the warm-up on; None: what the protection itself says.
     """
 
     def __init__(
-        self, train_step: Callable[..., Any], protection: Any, arguments: tuple, keywords: dict
+        self,
+        train_step: Callable[..., Any],
+        protection: Any,
+        arguments: tuple,
+        keywords: dict,
+        strategy: Strategy | None = None,
     ) -> None:
         self._train_step = train_step
         self._arguments = list(arguments)
@@ -129,6 +141,8 @@ class Bench:
         self.engine._on_mismatch = self._mismatches.append
         for _ in range(WARM_UP):
             self._step()
+        if strategy is not None:
+            self.engine.strategy = strategy
         protection.events = None
         self._watch_gradients()
         self._start = _State(self._model, self._optimizer, self._scheduler)
@@ -389,18 +403,21 @@ def with_bench(setup: Setup, directory: str, use: Callable[[Bench], None]) -> No
 
     from sparetrain_megatron import megatron
 
+    defers = setup.mode in ("coarse", "full")
     config = SparetrainConfig(
         enabled=True,
         mode=setup.mode,
         on_mismatch=setup.on_mismatch,
         dir=directory,
         cpu=cpu,
+        **({"profile_iters": 1} if defers else {}),
     )
+    strategy = Everything(rest=setup.mode == "full", method=setup.method) if defers else None
     protection = megatron.attach(config)
     protected = training.train_step
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        use(Bench(protected, protection, args, kwargs))
+        use(Bench(protected, protection, args, kwargs, strategy))
         raise _Reached
 
     training.train_step = train_step

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,16 @@ COVERED = (
     Setup("piggyback", "bf16", "selective"),
 )
 """What a campaign covers when no configuration is asked for."""
+
+DEFERRED = (
+    Setup("full", "bf16", "full"),
+    Setup("full", "fp32", "full"),
+    Setup("full", "bf16", "none"),
+    Setup("full", "bf16", "selective"),
+    Setup("full", "bf16", "full", method="single"),
+    Setup("full", "fp32", "full", method="single"),
+)
+"""The same for modes that defer."""
 
 
 def outcome_of(fault: dict[str, Any], rollback: bool = False) -> str:
@@ -289,7 +299,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help=f"of {', '.join(PATTERNS)}, with commas; or all (bit)",
     )
-    add("--mode", choices=("naive", "piggyback"), help="by default a mixture of configurations")
+    add(
+        "--mode",
+        choices=("naive", "piggyback", "coarse", "full"),
+        help="by default a mixture of configurations; coarse and full defer all that they can",
+    )
     add("--dtype", choices=("bf16", "fp32", "both"), help="bf16 has FP32 main parameters")
     add("--recompute", choices=("none", "full", "selective"), help="activation checkpointing")
     add(
@@ -307,12 +321,16 @@ def _parser() -> argparse.ArgumentParser:
 def _setups(args: argparse.Namespace) -> list[Setup]:
     if args.mode is args.dtype is args.recompute is None:
         chosen = list(COVERED)
+    elif args.mode in ("coarse", "full") and args.dtype is args.recompute is None:
+        chosen = [replace(setup, mode=args.mode) for setup in DEFERRED]
+        if args.mode == "coarse":
+            chosen = [setup for setup in chosen if setup.recompute != "none"]
     else:
         mode = args.mode or "piggyback"
         recompute = args.recompute or ("none" if mode == "naive" else "full")
         dtypes = ("bf16", "fp32") if args.dtype in (None, "both") else (args.dtype,)
         chosen = [Setup(mode, dtype, recompute) for dtype in dtypes]
-    return [Setup(s.mode, s.dtype, s.recompute, args.on_mismatch) for s in chosen]
+    return [replace(setup, on_mismatch=args.on_mismatch) for setup in chosen]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
