@@ -60,6 +60,10 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         runpy.run_path(script, run_name="__main__")
+        if _uses_deepspeed(rest):
+            from sparetrain_megatron import deepspeed
+
+            deepspeed.finish()
     except SparetrainError as error:
         # One stage may be refused while the others are not: the rank that knows why says so.
         return _fail(error, speak=True, rank=os.environ.get("RANK"))
@@ -115,6 +119,9 @@ def prepare(config: SparetrainConfig, command: Sequence[str]) -> str:
     # Megatron-LM next to the script goes before an installed one.
     sys.path.insert(0, str(script.resolve().parent))
 
+    if _uses_deepspeed(command):
+        _prepare_deepspeed(config)
+        return str(script)
     if config.enabled or config.cpu:
         _require_megatron()
     if config.cpu:
@@ -132,6 +139,29 @@ def prepare(config: SparetrainConfig, command: Sequence[str]) -> str:
         if not config.cpu:
             _hint_without_gpu()
     return str(script)
+
+
+def _uses_deepspeed(command: Sequence[str]) -> bool:
+    """Whether a script is told to use DeepSpeed, by one of the flags of its users."""
+    flags = ("--deepspeed", "--deepspeed_config", "--deepspeed-config")
+    return any(argument.split("=")[0] in flags for argument in command[1:])
+
+
+def _prepare_deepspeed(config: SparetrainConfig) -> None:
+    """Has the engines protected that the script is going to make.
+
+    The block in DeepSpeed's configuration says how; `--sparetrain` with its flags goes before it.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "DeepSpeed is not installed; install it with: "
+            "pip install 'sparetrain-megatron[deepspeed]'"
+        )
+    if config.cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from sparetrain_megatron import deepspeed
+
+    deepspeed.install(config if config.enabled else None, required=True)
 
 
 def _require_megatron() -> None:
