@@ -230,12 +230,13 @@ class Engine(Passes, Recording):
                 they are compared with the values that they have now.
         """
         if state:
-            self.deferred.before_write(state)
-            if self.tape is not None and any(map(self.tape.is_internal, state)):
-                self.cut_tape()
-            if self.tape is not None:
-                for tensor in state:
-                    self.tape.forget(tensor)
+            with self.paused():
+                self.deferred.before_write(state)
+                if self.tape is not None and any(map(self.tape.is_internal, state)):
+                    self.cut_tape()
+                if self.tape is not None:
+                    for tensor in state:
+                        self.tape.forget(tensor)
         results = self._interceptor.foreign(operator, function, tensors)
         if self.tape is not None:
             for tensor in state_of(results):

@@ -178,13 +178,16 @@ class Call:
             for write in kernel.writes:
                 if write.parameter == name and (write.when is None or values.get(write.when)):
                     items = skeleton[write.start :] if write.start else skeleton
-                    written += [i for i in _slots(items) if i not in self._state]
+                    written += [i for i in _slots(items) if self._is_written(i)]
         extra = tuple(self._encode(value) for value in args[len(kernel.parameters) :])
         self._args = (*(encoded[name] for name in kernel.parameters[: len(args)]), *extra)
         self._kwargs = {name: encoded[name] for name in kwargs}
         self._live: tuple[Any, Any, list[Any]] | None = (args, kwargs, list(self.tensors))
         self._places.clear()
         self.operator = _operator(kernel, tuple(dict.fromkeys(written)))
+
+    def _is_written(self, slot: int) -> bool:
+        return slot not in self._state and self.tensors[slot].numel() > 0
 
     @property
     def live_state(self) -> list[torch.Tensor]:

@@ -210,8 +210,14 @@ class Interceptor(TorchDispatchMode):
         """An operator that writes: recorded like others if it writes values of the tape alone."""
         engine = self._engine
         written = operator.written_tensors(args, kwargs)
-        if all(tape.is_internal(t) for t in written):
+        internal = [tape.is_internal(t) for t in written]
+        if all(internal):
             return self._recorded(tape, operator, func, args, kwargs)
+        if any(internal):
+            # What it writes of the tape could not be produced by a replay of it.
+            engine.cut_tape()
+            assert engine.tape is not None
+            tape = engine.tape
         # It writes outside of the tape: what it reads of the tape leaves it here.
         start = _clock()
         source = ("accumulate", written[0].data_ptr()) if len(written) == 1 else None

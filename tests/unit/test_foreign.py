@@ -287,3 +287,47 @@ def test_tensors_made_of_tensors_are_seen_through():
     result = engine.protect(lambda: pair @ pair)
     assert torch.equal(result.a, pair.a @ pair.a)
     assert sum(engine.counters.checks["naive"].values()) == 2
+
+
+def test_recorded_state_may_be_read_and_made_on_the_same_tape(library):
+    """What the kernel changes besides its results, another operator of the tape has read or made."""
+    engine = Watched()
+    scale = wrapped(engine, library).scale
+    old, x = Scaler(1.0), torch.rand(4)
+    with engine.active():
+        engine.open_tape()
+        read = old.amax + 1  # of a boundary
+        scale(x, old)
+        new = Scaler(2.0)  # made on this tape
+        scale(x, new)
+        scale(2 * x, new)
+        also = new.amax * 2
+        engine.close_tape()
+        scale(3 * x, old)  # while the reader above is pending
+        assert not engine.verdict().dirty
+    assert torch.equal(read, torch.ones(1)) and also.item() == 4 * x.max().item()
+
+
+def test_recorded_write_inside_and_outside_of_the_tape(library):
+    """One call that fills memory made on the tape and adds to memory that was there before."""
+
+    def both(x, made, there):
+        made.copy_(x)
+        there.add_(x)
+
+    writes = (Write("made"), Write("there"))
+    for execution in (None, "primary", "checker"):
+        specs = [f"iteration=1,operator=mul,execution={execution},bit=20"] if execution else []
+        engine = Watched(*specs)
+        kernel = ForeignKernel(engine, Kernel("lib.both", ("x", "made", "there"), writes), both)
+        there = torch.ones(4)
+        with engine.active():
+            engine.open_tape()
+            made = torch.empty(4)
+            kernel(torch.arange(4.0), made, there)
+            result = made * 2
+            engine.close_tape()
+            dirty = engine.verdict().dirty
+        assert dirty == (execution is not None)
+        assert execution or torch.equal(result, torch.arange(4.0) * 2)
+        assert torch.equal(there, torch.arange(4.0) + 1)
