@@ -11,12 +11,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .hooks import Loss, attach, attached, close, install
+from .hooks import Loss, attach, attached, close, finish, install
 
 if TYPE_CHECKING:
     from .engine import DeepSpeedProtection
 
-__all__ = ["DeepSpeedProtection", "attach", "attached", "close", "initialize", "install"]
+__all__ = [
+    "DeepSpeedProtection",
+    "attach",
+    "attached",
+    "close",
+    "finish",
+    "initialize",
+    "install",
+]
 
 
 def initialize(*args: Any, loss: Loss | None = None, **kwargs: Any) -> Any:

@@ -23,6 +23,8 @@ _installed = False
 _protected: list[DeepSpeedProtection] = []
 _override: SparetrainConfig | None = None
 _required = False
+_seen = False
+"""Whether an engine has been made at all."""
 
 
 def install(override: SparetrainConfig | None = None, required: bool = False) -> None:
@@ -70,6 +72,8 @@ def _made(original: Any, owner: type, pipeline: type) -> Any:
         original(engine, *args, **kwargs)
         if not outermost:
             return
+        global _seen
+        _seen = True
         if config is None and _required:
             raise UsageError(
                 'the DeepSpeed configuration has no "sparetrain" block, so nothing would be '
@@ -147,6 +151,17 @@ def close() -> None:
     """Writes the summaries and undoes the protection of all engines; collective, idempotent."""
     while _protected:
         _protected.pop().close()
+
+
+def finish() -> None:
+    """Ends a script that was to be protected.
+
+    Raises:
+        UsageError: It has made no engine, so nothing was protected.
+    """
+    close()
+    if not _seen:
+        raise UsageError("the script has made no DeepSpeed engine; nothing was protected")
 
 
 def _at_exit() -> None:

@@ -122,7 +122,10 @@ class Planning:
 
     def _profile(self) -> None:
         self._engine.strategy = Immediate()
-        self._recorder = Recorder(self._engine.position, self._engine.deferred.constants)
+        engine = self._engine
+        self._recorder = Recorder(
+            engine.position, engine.deferred.constants, lambda: bool(engine.passes)
+        )
         self._engine.observer = self._recorder
 
     def attempt_discarded(self) -> None:

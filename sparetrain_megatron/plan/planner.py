@@ -154,13 +154,15 @@ class Planner:
 
     def _fingerprint_seconds(self, number: int) -> tuple[float, float]:
         """P-DMR's fingerprints of a region: of all operators, and of its output alone."""
-        template, cost = self.profile.templates[number], self.profile.costs.fingerprint
+        template, costs = self.profile.templates[number], self.profile.costs
         sizes = [
             operator.written
             for operator, assigned in zip(template.operators, self.assigned[number])
             if assigned and assigned[0] is Method.PDMR
         ]
-        return cost * sum(sizes), cost * (sizes[-1] if sizes else 0)
+        everything = costs.fingerprint * sum(sizes) + costs.observe * len(sizes)
+        output = costs.fingerprint * sizes[-1] + costs.observe if sizes else 0.0
+        return everything, output
 
     def fingerprint_seconds(self, template: int, sparse: bool) -> float:
         """P-DMR's fingerprints of a region."""

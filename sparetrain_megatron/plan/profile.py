@@ -202,14 +202,12 @@ class Costs(Data):
     fingerprint: Seconds = Field(default=0.0, ge=0)
     """Of one byte's fingerprint."""
 
-    bound: Seconds | None = Field(default=None, ge=0)
-    """As `record`, for an operator of a segment: blocks that do the same every time are bound to
-    a template, not recorded. None: they are recorded."""
+    observe: Seconds = Field(default=0.0, ge=0)
+    """To take one operator's fingerprint, whatever its size."""
 
-    @property
-    def segment(self) -> Seconds:
-        """To have one operator of a segment replayed later."""
-        return self.record if self.bound is None else self.bound
+    bound: Seconds | None = Field(default=None, ge=0)
+    """As `record`, for an operator of a segment that replays a whole recompute: blocks that do the
+    same every time are bound to a template, not recorded. None: they are recorded."""
 
 
 class Memory(Data):

@@ -161,7 +161,10 @@ def _weigh(block: Block, members: np.ndarray, costs: Costs) -> _Figures:
     leaving = (members & (read_outside | never_read)) @ sizes[:count]
     saved = members @ (checks * open_)
     covered_before = members @ (seconds * ~open_)
-    recording = members.sum(axis=1) * costs.segment + leaving * costs.fingerprint
+    each = np.where(_whole(block, members), costs.bound or 0.0, costs.record)
+    if costs.bound is None:
+        each = np.full(len(members), costs.record)
+    recording = members.sum(axis=1) * each + leaving * costs.fingerprint
     return _Figures(
         saved=saved,
         gain=saved - covered_before - recording,
@@ -170,6 +173,16 @@ def _weigh(block: Block, members: np.ndarray, costs: Costs) -> _Figures:
         replay=members @ seconds,
         boundary=boundary,
     )
+
+
+def _whole(block: Block, members: np.ndarray) -> np.ndarray:
+    """Which candidates replay the whole recompute."""
+    whole = np.zeros(len(members), dtype=bool)
+    for number, phase in enumerate(block.phases):
+        compared = block.compared(number)
+        if phase == "recompute" and compared:
+            whole |= members[:, compared].all(axis=1)
+    return whole
 
 
 def _needless(block: Block, members: np.ndarray, costs: Costs) -> np.ndarray:
@@ -181,7 +194,8 @@ def _needless(block: Block, members: np.ndarray, costs: Costs) -> np.ndarray:
         if phase == "recompute" and compared:
             sizes = [block.operators[operator].written for operator in compared]
             whole = members[:, compared].all(axis=1)
-            saved += 2 * costs.fingerprint * sum(sizes[:-1]) * whole
+            each = costs.fingerprint * sum(sizes[:-1]) + costs.observe * (len(compared) - 1)
+            saved += 2 * each * whole
     return saved
 
 

@@ -25,6 +25,7 @@ _clock = time.perf_counter
 
 # Host time on a core of a server's CPU; benchmarks/host_time.py measures them.
 RECORD = 12e-6  # seconds to record an operator
+OBSERVE = 8e-6  # seconds to take an operator's fingerprint, whatever its size
 BIND = 1e-6  # seconds for an operator of a bound block
 FINGERPRINT = 1 / 20e9  # seconds for a byte
 _PHASES = {"accumulate": "backward", "communication": "forward", "held": "recompute"}
@@ -41,6 +42,7 @@ class _Seen:
     inputs: tuple[int, ...]
     overwrites: tuple[int, ...]
     integer: bool
+    recomputed: bool
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,9 +94,13 @@ class Recorder:
     Args:
         position: The engine's position, read at every operator.
         constants: Storages that are not held by deferral: parameters.
+        in_block: Whether the present operator is in a checkpointed block's forward or recompute.
     """
 
-    def __init__(self, position: Position, constants: set[int]) -> None:
+    def __init__(
+        self, position: Position, constants: set[int], in_block: Callable[[], bool]
+    ) -> None:
+        self._in_block = in_block
         self._position = position
         self._constants = constants
         self._iterations: list[list[_Region | tuple[str, str, float]]] = []
@@ -128,6 +134,7 @@ class Recorder:
         seconds = timed.seconds if timed.seconds is not None else _clock() - start
         produced = [t for t in results(operator, output, ()) if isinstance(t, torch.Tensor)]
         ordinal = len(region.operators)
+        recomputed = self._in_block()
         for tensor in produced:
             storage = tensor.untyped_storage()
             if storage._cdata not in outside:
@@ -135,7 +142,9 @@ class Recorder:
                 self._weak.append(storage._weak_ref())
         size = sum(t.numel() * t.element_size() for t in (produced or written))
         integer = operator.kind is Kind.SCALAR or any(not t.is_floating_point() for t in produced)
-        region.operators.append(_Seen(operator, seconds, size, held, inputs, overwrites, integer))
+        region.operators.append(
+            _Seen(operator, seconds, size, held, inputs, overwrites, integer, recomputed)
+        )
         return output
 
     def window_opens(self, kind: str, name: str) -> None:
@@ -268,7 +277,9 @@ class Recorder:
                 times = [steps[i][2] for steps in kept]  # type: ignore[index]
                 kind, what, _ = step
                 runs.append(data.Window(kind=kind, what=what, **_middle(times)))
-        costs = data.Costs(record=RECORD, fingerprint=FINGERPRINT, bound=_bound(templates))
+        costs = data.Costs(
+            record=RECORD, fingerprint=FINGERPRINT, observe=OBSERVE, bound=_bound(templates)
+        )
         return data.Profile(
             identity=identity,
             rank=rank,
@@ -325,7 +336,7 @@ def _template(regions: Sequence[_Region]) -> data.Template:
                 held=seen.held,
                 inputs=seen.inputs,
                 overwrites=seen.overwrites if operator.mutating else (),
-                recomputed=first.phase == "recompute",
+                recomputed=seen.recomputed,
                 mutating=operator.mutating,
                 random=operator.random,
                 integer=seen.integer,
