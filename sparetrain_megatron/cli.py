@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from sparetrain_megatron import __version__
+from sparetrain_megatron.doctor import commands as doctor
 from sparetrain_megatron.errors import SparetrainError, UsageError
 from sparetrain_megatron.plan import commands as planning
 from sparetrain_megatron.report.overview import Overview
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("directory", metavar="DIR", help="the run's --sparetrain-dir")
     report.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     planning.add_parsers(commands)
+    doctor.add_parser(commands)
     return parser
 
 
@@ -81,6 +83,12 @@ def _show(args: argparse.Namespace) -> int:
     return _print(planning.run_show(args), args.json)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    diagnosis = doctor.run_doctor(args)
+    _print((diagnosis.tables(), diagnosis.to_dict()), args.json)
+    return 0 if diagnosis.healthy else doctor.EXIT_FOUND
+
+
 def _print(output: planning.Output, as_json: bool) -> int:
     tables, values = output
     print(json.dumps(values, indent=2) + "\n" if as_json else render(tables, **_terminal()), end="")
@@ -97,4 +105,4 @@ def _terminal() -> dict[str, Any]:
     }
 
 
-_COMMANDS = {"report": _report, "plan": _plan, "show": _show}
+_COMMANDS = {"report": _report, "plan": _plan, "show": _show, "doctor": _doctor}
