@@ -253,8 +253,8 @@ class Interceptor(TorchDispatchMode):
             engine.collectives.touch(operator, args, kwargs)
         if engine.tape is not None:
             # A number steers the program: it is checked at once, its source when the tape is.
-            engine.tape.bindable = False
             for tensor in tensors_of(args, kwargs):
+                engine.tape.bindable &= engine.tape.is_internal(tensor)
                 engine.tape.mark(tensor)
         return naive.scalar(engine, operator, func, args, kwargs)
 
