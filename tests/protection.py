@@ -66,6 +66,7 @@ def protected(
     directory: Path,
     *,
     also: Hook | None = None,
+    after: Hook = injected,
     env: Mapping[str, str] | None = None,
     timeout: float = 240.0,
     inject: Sequence[str] = (),
@@ -79,6 +80,7 @@ def protected(
         world_size: Number of ranks.
         directory: For events and summary.
         also: Called in each rank with its number when protection has been attached.
+        after: Called in each rank at its end; by default it tells what was injected.
         env: Additional environment of the ranks.
         timeout: Seconds after which all ranks are killed.
         inject: Faults, as ``FaultSpec`` reads them.
@@ -89,7 +91,7 @@ def protected(
     settings = {"dir": str(directory), "inject": inject, **settings}
     before = functools.partial(attach, settings, also)
     ranks = run_case(
-        argv, world_size, before=before, after=injected, env=env or {}, timeout=timeout, te=te
+        argv, world_size, before=before, after=after, env=env or {}, timeout=timeout, te=te
     )
     return ProtectedRun(ranks, inject, list(read_events(directory)), read_summary(directory))
 
