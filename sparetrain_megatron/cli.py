@@ -16,6 +16,7 @@ from sparetrain_megatron.errors import SparetrainError, UsageError
 from sparetrain_megatron.plan import commands as planning
 from sparetrain_megatron.report.overview import Overview
 from sparetrain_megatron.report.terminal import PLAIN_WIDTH, render, say
+from sparetrain_megatron.simulator import commands as simulating
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("directory", metavar="DIR", help="the run's --sparetrain-dir")
     report.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    report.add_argument("--html", metavar="FILE", help="write one self-contained HTML file, too")
     planning.add_parsers(commands)
     doctor.add_parser(commands)
     return parser
@@ -66,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
 def _report(args: argparse.Namespace) -> int:
     try:
         overview = Overview.read(args.directory)
+        if args.html:
+            from sparetrain_megatron.report.html import write_html
+
+            say(f"wrote {write_html(args.directory, args.html)}")
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
     if args.json:
@@ -87,6 +93,10 @@ def _doctor(args: argparse.Namespace) -> int:
     diagnosis = doctor.run_doctor(args)
     _print((diagnosis.tables(), diagnosis.to_dict()), args.json)
     return 0 if diagnosis.healthy else doctor.EXIT_FOUND
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    return _print(simulating.run(args), args.json)
 
 
 def _print(output: planning.Output, as_json: bool) -> int:

@@ -99,11 +99,11 @@ class Diagnosis:
             tables.append(make_table("refused at start", ("setting", "why", "instead"), rows))
         if self.irreproducible:
             columns = ("operator", "kind", ">times", "ranks", "phases", "cure")
-            rows = [
+            differing = [
                 (i.operator, i.kind, i.times, _ranks(i.ranks), " ".join(i.phases), _cure(i))
                 for i in self.irreproducible
             ]
-            tables.append(make_table("two executions differ", columns, rows))
+            tables.append(make_table("two executions differ", columns, differing))
         if self.unprotected:
             named = sorted(self.unprotected.items(), key=lambda item: (-item[1], item[0]))
             tables.append(make_table("UNPROTECTED", ("operator", ">times"), named))
@@ -181,4 +181,6 @@ def _cure(finding: Irreproducible) -> str:
     if finding.cured is False:
         known = finding.cure and not finding.cure.startswith(DETERMINISTIC)
         return f"{DETERMINISTIC} does not" + (f"; try {finding.cure}" if known else "")
+    if finding.kind == "software nondeterminism":
+        return finding.cure or "none known: something runs another kernel in the recompute"
     return finding.cure or "none known; a device that fails now and then looks the same"

@@ -1,10 +1,10 @@
 """An entry script with a fault in its software, for the tests of `sparetrain doctor`.
 
-    doctor_case.py KIND FLAGS …   runs the quickstart's script, with one of torch's kernels replaced
+    doctor_case.py KINDS FLAGS …   runs the quickstart with some of torch's kernels replaced
 
-KIND: `none`; `unordered`: the embedding's backward is not reproducible, unless deterministic
-algorithms are asked for; `recompute`: silu is another under grad; `custom`: an operator of a
-namespace that nobody knows.
+KINDS, separated by commas: `none`; `unordered`: the embedding's backward is not reproducible, but
+with deterministic algorithms; `recompute`: softmax is another under grad; `custom`: an
+operator of a namespace that nobody knows.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-KIND = sys.argv.pop(1)
+KINDS = sys.argv.pop(1).split(",")
 LIBRARY = torch.library.Library("aten", "IMPL")
 CALLS = itertools.count()
 
@@ -27,23 +27,26 @@ def unordered(gradient, indices, weights, padding, scale):
     return result
 
 
-def silu(x):
-    result = x * torch.sigmoid(x)
-    return result * 1.5 if torch.is_grad_enabled() else result
+def softmax(x, dim, half_to_float):
+    result = torch.exp(x - x.amax(dim, keepdim=True))
+    result = result / result.sum(dim, keepdim=True)
+    return result * 1.001 if torch.is_grad_enabled() else result
 
 
-if KIND == "unordered":
+if "unordered" in KINDS:
     LIBRARY.impl("embedding_dense_backward", unordered, "CPU", allow_override=True)
-elif KIND == "recompute":
-    LIBRARY.impl("silu", silu, "CPU", allow_override=True)
-elif KIND == "custom":
+if "recompute" in KINDS:
+    LIBRARY.impl("_softmax", softmax, "CPU", allow_override=True)
+if "custom" in KINDS:
     MINE = torch.library.Library("doctor_case", "DEF")
     MINE.define("twice(Tensor x) -> Tensor")
     MINE.impl("twice", lambda x: x * 2, "CPU")
-    own = torch.nn.functional.silu
-    torch.nn.functional.silu = lambda x, *rest: (
-        torch.ops.doctor_case.twice(x.detach()) * 0 + own(x, *rest)
-    )
+    own = torch.nn.functional.softmax
+
+    def with_custom(x, *args, **kwargs):
+        return own(x, *args, **kwargs) + torch.ops.doctor_case.twice(x.detach()) * 0
+
+    torch.nn.functional.softmax = with_custom
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "pretrain_gpt.py"
 runpy.run_path(str(QUICKSTART), run_name="__main__")
