@@ -27,7 +27,7 @@ from ..config import SparetrainConfig
 from ..dmr.engine import UnprotectedOperator, Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
 from ..report.terminal import say
-from . import transformer_engine
+from . import metrics, transformer_engine
 from .experts import Experts
 from .optimizer import Discarded, OptimizerHooks
 from .pipeline import Pipeline
@@ -348,6 +348,7 @@ class Protection(protection.Protection):
             iteration = self.engine.position.iteration
             if iteration and iteration % get_args().log_interval == 0:
                 self.report_interval(speaks=dist.get_rank() == dist.get_world_size() - 1)
+                metrics.log(self.statistics, iteration)
             return result
 
         return training_log
