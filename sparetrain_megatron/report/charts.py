@@ -71,7 +71,7 @@ def line_chart(
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>')
         if len(drawn) <= 200:
             for (x, y), (at, value) in zip(drawn, points):
-                shown = f"{value:.2%}" if percent else f"{value:.4g}"
+                shown = f"{value:.2%}".replace("%", " %") if percent else f"{value:.4g}"
                 parts.append(
                     f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
                     f"<title>{escape(name)}, {at:,.0f}: {shown}</title></circle>"
