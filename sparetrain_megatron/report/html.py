@@ -223,7 +223,7 @@ def spans(profile: Profile, plan: Plan | None) -> list[charts.Span]:
         if isinstance(step, Run):
             template = profile.templates[step.template]
             computing = sum(o.seconds for o in template.operators if not o.collective)
-            where = [template.phase]
+            where: list[str] = [template.phase]
             if step.microbatch is not None:
                 where.append(f"microbatch {step.microbatch}")
             add(computing, template.phase, ", ".join(where))
