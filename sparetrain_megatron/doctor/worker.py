@@ -65,8 +65,10 @@ class Examination:
             {"flag": r.flag, "why": r.why, "instead": r.instead, "hides": r.hides} for r in found
         ]
         self.findings["deterministic_mode"] = bool(getattr(args, "deterministic_mode", False))
-        if self.protected and not all(refusal.hides for refusal in found):
-            self.end()  # such a setting may break the examination, too
+        # A missing variable of the environment is what the examination is there to explain; a flag
+        # may break it.
+        if self.protected and any(r.flag.startswith("--") and not r.hides for r in found):
+            self.end()
         return [refusal for refusal in found if refusal.hides]
 
     def _setup(self, original: Any) -> Any:
