@@ -243,8 +243,11 @@ def test_every_phase_in_every_configuration(
         f"iteration=3,rank={first},{where},nth=1,element=900,bit={width - 1}",
         f"iteration=4,rank={last},{where},nth=2,element=12,bit={width // 2}",
     ]
-    if operator == "recv" or (phase, operator) == ("optimizer", "copy_"):
+    if operator in ("recv", "reduce_scatter", "copy_"):
+        # Some configurations have but one an iteration.
         faults = [fault.replace("nth=2", "nth=1") for fault in faults]
+    if (configuration, operator) == ("dp2_overlap", "all_gather"):
+        faults.pop(0)  # nothing is gathered before the second iteration
     # A norm below the limit would leave nothing to do for the clipping.
     flags = "--clip-grad 0.1" if phase == "clip" else ""
     recover(tmp_path, configuration, faults, flags=flags, english=english)
