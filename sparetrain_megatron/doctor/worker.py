@@ -148,8 +148,12 @@ def main(argv: Sequence[str]) -> int:
 
         examination = Examination(megatron.attach(config), directory, protected, timed)
         examination.attach()
-        runpy.run_path(script, run_name="__main__")
-        # Fewer iterations than asked for, by the script's own flags.
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        # Again, or by now: the script's own flags may ask for fewer iterations.
         examination.write()
     except SparetrainError as error:
         say("\n".join(f"error: {line}" for line in str(error).splitlines()))

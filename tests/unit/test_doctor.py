@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from sparetrain_megatron import cli
 from sparetrain_megatron.doctor import commands
 from sparetrain_megatron.doctor.cures import cure
 from sparetrain_megatron.doctor.diagnosis import Diagnosis, irreproducible, slowest_median
+from sparetrain_megatron.doctor.worker import Examination
+from sparetrain_megatron.megatron import preflight
+from sparetrain_megatron.report.summary import Statistics
 
 CASE = str(Path(__file__).with_name("doctor_case.py"))
 FLAGS = """
@@ -122,6 +126,39 @@ def test_a_script_that_fails_or_hangs(megatron, capsys, tmp_path: Path, monkeypa
 def test_cures(operator: str, switch: str | None) -> None:
     found = cure(operator)
     assert found is None if switch is None else switch in (found or "")
+
+
+class Stub:
+    """As much of a protection as the examination looks at before training."""
+
+    rank = 3
+
+    def __init__(self) -> None:
+        self.statistics = Statistics(unprotected={"--hiding": 1, "a::b": 2})
+        self.engine = types.SimpleNamespace(flush_counts=lambda: None)
+
+    def end_in_bounded_time(self, code: int) -> None:
+        assert code == 0
+
+
+def test_a_refused_flag_ends_the_examination_and_a_variable_does_not(monkeypatch, tmp_path) -> None:
+    def refusal(flag: str, hides: bool = False) -> preflight.Refusal:
+        return preflight.Refusal(flag, "why", "instead", lambda args: True, hides)
+
+    examination = Examination(Stub(), tmp_path, 2, 3)
+    passing = (refusal("--hiding", hides=True), refusal("NVTE_X"))
+    monkeypatch.setattr(preflight, "REFUSALS", passing)
+    args = types.SimpleNamespace(deterministic_mode=True)
+    assert [r.flag for r in examination._check(args, strict=False)] == ["--hiding"]
+    monkeypatch.setattr(preflight, "REFUSALS", (*passing, refusal("--fatal")))
+    with pytest.raises(SystemExit) as ended:
+        examination._check(args, strict=False)
+    assert ended.value.code == 0
+    found = json.loads((tmp_path / "doctor.rank3.json").read_text())
+    assert [r["flag"] for r in found["refused"]] == ["--hiding", "NVTE_X", "--fatal"]
+    assert found["unprotected"] == {"a::b": 2}
+    assert found["deterministic_mode"] is True
+    assert found["steps"] == 0
 
 
 def mismatch(operator: str, method: str, **fields):
