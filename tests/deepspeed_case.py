@@ -180,11 +180,14 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
                 loss = loss * 0.5 + logits.float().square().mean() * 1e-3
             else:
                 loss = engine(ids, labels)
+            if case.get("told"):
+                engine.set_gradient_accumulation_boundary((i + 1) % accumulation == 0)
             if case.get("direct"):
                 loss.backward()
             else:
                 engine.backward(loss)
-            engine.step()
+            if not case.get("told") or (i + 1) % accumulation == 0:
+                engine.step()
             # Read when they have been verified.
             unread.append(loss)
             if (i + 1) % accumulation == 0:

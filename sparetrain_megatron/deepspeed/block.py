@@ -12,6 +12,8 @@ from ..errors import UsageError
 
 SPARETRAIN = "sparetrain"
 
+_Auto = Literal["auto"]
+
 _ELSEWHERE = {"cpu", "second_device_after_mismatch"}
 """Fields that are no setting of the block."""
 
@@ -24,7 +26,7 @@ DeepSpeedSparetrainConfig = create_model(
     and validated there; ``"auto"`` is the default of each but ``enabled``.
     """,
     **{
-        name: (field.annotation | Literal["auto"] if name != "enabled" else bool, field)  # type: ignore[operator]
+        name: (field.annotation if name == "enabled" else field.annotation | _Auto, field)
         for name, field in SparetrainConfig.model_fields.items()
         if name not in _ELSEWHERE
     },  # type: ignore[call-overload]

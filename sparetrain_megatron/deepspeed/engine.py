@@ -62,6 +62,7 @@ class DeepSpeedProtection(Protection):
         self.loss: Callable[..., Any] | None = None
         self._snapshot: Snapshot | None = None
         self._steps: list[CheckedStep] = []
+        self._known_mismatches = 0
         self._activity = contextlib.ExitStack()
         self._started = 0.0
 
@@ -188,6 +189,7 @@ class DeepSpeedProtection(Protection):
         # Some groups have been stepped when others are clipped, so nothing can be taken back as a
         # whole: a wrong value is replaced where it is found.
         engine.repairs_all = engine.repairs
+        self._known_mismatches = self.statistics.mismatches
         try:
             with engine.at(phase="clip", layer=None, microbatch=None):
                 result = step()
@@ -209,7 +211,9 @@ class DeepSpeedProtection(Protection):
             mine = Verdict(True, tuple(found))
             if found:
                 self.emit_verdict(mine, "optimizer", "repaired" if engine.repairs else "report")
-            if self.config.on_mismatch == "abort" and self.on_any_rank(bool(found)):
+            # A chunk of the inner step that was repeated has left nothing to collect.
+            new = self.statistics.mismatches > self._known_mismatches
+            if self.config.on_mismatch == "abort" and self.on_any_rank(new):
                 self.stop(EXIT_ABORTED, mine, "optimizer")
             if self.on_any_rank(given_up):
                 self.stop(EXIT_EXHAUSTED, mine, "optimizer")
@@ -300,6 +304,7 @@ class EngineProtection(DeepSpeedProtection):
         if microbatch.backward is None:
             self._follow_to(microbatch, loss)
             microbatch.backward = backward
+            microbatch.boundary = self.deepspeed._is_gradient_accumulation_boundary
         elif not microbatch.obstacle:
             microbatch.obstacle = "more than one backward follows a forward"
         with self.engine.at(phase="backward", layer="head"):
@@ -379,6 +384,8 @@ class EngineProtection(DeepSpeedProtection):
                         loss = self.loss(outputs, *args, **kwargs)
                 except NotReplayable as error:
                     self.stop(EXIT_EXHAUSTED, verdict, "gradients", str(error))
+                if microbatch.boundary is not None:
+                    self.deepspeed.set_gradient_accumulation_boundary(microbatch.boundary)
                 with self.engine.at(phase="backward", layer="head"):
                     microbatch.backward(loss)
                 new.append(loss)

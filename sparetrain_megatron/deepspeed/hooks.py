@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import SparetrainConfig
 from ..errors import UsageError
 from ..patching import Patches
+from ..protection import EXIT_BARRIER_SECONDS
 from .block import get_sparetrain_config
 
 if TYPE_CHECKING:
@@ -170,10 +172,12 @@ def _at_exit() -> None:
 
     if not _protected or not dist.is_initialized() or hasattr(sys, "last_value"):
         return
-    watchdog = _protected[0].end_in_bounded_time(0)
+    # No thread can be started any more; the signal's default ends a process that waits in vain.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(EXIT_BARRIER_SECONDS))
     try:
         close()
     except RuntimeError:  # a peer has gone without
         pass
     finally:
-        watchdog.cancel()
+        signal.alarm(0)

