@@ -212,6 +212,18 @@ def test_wrong_values(argv):
         ([], [setup.name for setup in campaign.COVERED]),
         (["--mode", "naive"], ["naive, bf16, recompute none", "naive, fp32, recompute none"]),
         (["--dtype", "fp32"], ["piggyback, fp32, recompute full"]),
+        (["--mode", "full"], [setup.name for setup in campaign.DEFERRED]),
+        (["--mode", "full", "--dtype", "bf16"], ["full, bf16, recompute full"]),
+        (
+            ["--mode", "coarse"],
+            [
+                "coarse, bf16, recompute full",
+                "coarse, fp32, recompute full",
+                "coarse, bf16, recompute selective",
+                "coarse, bf16, recompute full, single",
+                "coarse, fp32, recompute full, single",
+            ],
+        ),
         (
             ["--recompute", "selective", "--dtype", "bf16"],
             ["piggyback, bf16, recompute selective"],
@@ -228,8 +240,9 @@ def test_configurations(argv, names):
     [
         ["--dtype", "bf16", "--recompute", "full"],
         ["--dtype", "fp32", "--on-mismatch", "rollback", "--patterns", "all"],
+        ["--mode", "full", "--dtype", "fp32"],
     ],
-    ids=["report", "rollback"],
+    ids=["report", "rollback", "full"],
 )
 def test_a_small_campaign(tmp_path, capsys, flags):
     pytest.importorskip("megatron.training", reason="megatron-core is not installed")
