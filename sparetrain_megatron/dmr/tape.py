@@ -329,12 +329,11 @@ class Tape:
         for i, entry in enumerate(self.entries):
             try:
                 execute(entry, values, injector, self.position)
+                found += self._different(engine, i, values)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # it was refused what the primary accepted
+            except Exception as error:  # it, or the comparison, refuses a wrong size or index
                 found.append(Leaving(i + 1, _NOWHERE, 0, error=f"{type(error).__name__}: {error}"))
-            else:
-                found += self._different(engine, i, values)
             if found:
                 break
             for slot in self.drops.get(i, ()):

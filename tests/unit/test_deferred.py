@@ -288,6 +288,19 @@ def test_oldest_are_executed_first_where_memory_is_short():
     assert not engine.verdict().dirty
 
 
+def test_no_more_is_executed_early_than_a_replay_needs():
+    """The third one's own replay takes 256 bytes."""
+    engine = Watched()
+    tensors = [torch.ones(16) * i for i in range(3)]
+    engine.deferred.budget = 2 * 64 + 256
+    for tensor in tensors[:2]:
+        pending(engine, lambda tensor=tensor: tensor + 1)
+    pending(engine, lambda: torch.cat([tensors[2]] * 4))
+    assert engine.deferred.held_bytes == 2 * 64
+    assert engine.deferred.operators["demoted"] == 2
+    assert not engine.verdict().dirty
+
+
 @pytest.mark.parametrize("budget", [0, 63, 64, 127])
 def test_what_does_not_fit_alone_is_checked_at_once(budget):
     engine = Watched()

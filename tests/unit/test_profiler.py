@@ -60,7 +60,10 @@ class Step:
 @pytest.fixture
 def engine():
     engine = Watched()
-    engine.observer = Recorder(engine.position, engine.deferred.constants)
+    position = engine.position
+    engine.observer = Recorder(
+        position, engine.deferred.constants, lambda: position.phase in ("forward", "recompute")
+    )
     return engine
 
 
@@ -121,6 +124,7 @@ def test_data_flow(profile):
     assert (mm.written, mm.recomputed) == (48, True)
     assert [e.bytes for e in recompute.externals] == [48]
     mul, mul_, product, add_ = backward.operators
+    assert not any(o.recomputed for o in backward.operators)
     assert [o.name for o in backward.operators] == ["mul", "mul_", "mm", "add_"]
     # It reads the recompute's results: tanh's and mm's.
     links = [(e.phase, e.value) for e in backward.externals]
