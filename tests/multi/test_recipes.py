@@ -185,6 +185,37 @@ def _without_ours(argv: list[str]) -> list[str]:
     return parse_command_line(argv, environ={})[1]
 
 
+@pytest.mark.parametrize("recipe", sorted({recipe for recipe, _ in VARIANTS}))
+def test_slurm_starts_a_task_on_each_node(tmp_path: Path, recipe: str) -> None:
+    """With stand-ins for Slurm's own commands."""
+    for name, body in (
+        ("scontrol", "echo node7; echo node8"),
+        ("srun", 'shift; SLURM_NODEID=1 exec "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    unset = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "DATA_PATH", "SAVE")
+    inherited = {name: value for name, value in os.environ.items() if name not in unset}
+    run = subprocess.run(
+        ["bash", str(EXAMPLES / recipe / "train.sbatch"), "94", "--print"],
+        env={
+            **inherited,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "123456",
+            "SLURM_JOB_NODELIST": "node[7-8]",
+            "SLURM_SUBMIT_DIR": str(EXAMPLES / recipe),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    found = flags(run.stdout.splitlines())
+    assert found["--master-addr"] == ["node7"]
+    assert found["--master-port"] == ["23456"]
+    assert found["--node-rank"] == ["1"]
+    assert found["--nnodes"] == ["4"]
+
+
 SMOKES = [
     pytest.param("mistral_large", "94", 2),
     pytest.param("llama3_70b", "80", 3, marks=pytest.mark.acceptance),
