@@ -185,7 +185,7 @@ UNPROTECTED = {
 
 
 OPERATORS = ("te_softmax", "te_attention")
-"""Namespaces of operators that call kernels; the dispatcher sees these, and their schemas tell all."""
+"""Namespaces of operators that call kernels. The dispatcher sees these; their schemas tell all."""
 
 
 def library(version: Version | None = None) -> Library:
