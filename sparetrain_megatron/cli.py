@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--html", metavar="FILE", help="write one self-contained HTML file, too")
     planning.add_parsers(commands)
     doctor.add_parser(commands)
+    simulating.add_parser(commands)
     return parser
 
 
@@ -115,4 +116,10 @@ def _terminal() -> dict[str, Any]:
     }
 
 
-_COMMANDS = {"report": _report, "plan": _plan, "show": _show, "doctor": _doctor}
+_COMMANDS = {
+    "report": _report,
+    "plan": _plan,
+    "show": _show,
+    "doctor": _doctor,
+    "simulate": _simulate,
+}
