@@ -124,7 +124,7 @@ _FAULTS = {
     "current": ("tensorwise", "phase=forward,operator=te.quantize,nth=6,element=9,bit=2"),
     "grouped": ("experts_delayed", "phase=forward,operator=te.te_general_grouped_gemm,bit=9"),
     "grouped_backward": ("experts_delayed", "phase=backward,operator=te.te_general_grouped_gemm"),
-    "grouped_ep2": ("experts_ep2", "rank=1,phase=forward,operator=te.te_general_grouped_gemm,bit=9"),
+    "grouped_ep2": ("experts_ep2", "rank=1,phase=forward,operator=te.te_general_grouped_gemm"),
     "split_quantize": ("experts_delayed", "phase=forward,operator=te.split_quantize,bit=4"),
     "norm_of_gradients": ("delayed", "phase=clip,operator=te.multi_tensor_l2norm,bit=25"),
     "scaling_of_gradients": (
