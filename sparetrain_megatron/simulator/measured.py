@@ -67,7 +67,7 @@ def simulate_measured(
     said = [
         f"operators as measured on {len(profiles)} stage(s) of "
         f"TP {old.tensor}, PP {old.pipeline}; scaled to TP {new.tensor}, PP {new.pipeline}",
-        f"a message between stages takes {parts.wire * 1e3:.3g} ms: the median of the waits measured",
+        f"a message between stages takes {parts.wire * 1e3:.3g} ms, the median wait measured",
         *assumptions.sentences(),
     ]
     return simulate_pieces(parts, new, capacity, assumptions, modes, budget, said)
