@@ -351,7 +351,7 @@ SCENARIOS: dict[str, tuple[str, list[str]]] = {
         "llama",
         [
             "iteration=2,rank=0,phase=recompute,layer=1,operator=mm,nth=2,element=40,bit=14",
-            "iteration=3,rank=1,phase=backward,layer=4,operator=silu_backward,element=40,bit=14",
+            "iteration=3,rank=1,phase=backward,layer=4,operator=mul,nth=3,element=40,bit=14",
             "iteration=4,rank=1,phase=backward,layer=head,operator=mm,nth=3,element=900,bit=14",
         ],
     ),
@@ -359,7 +359,7 @@ SCENARIOS: dict[str, tuple[str, list[str]]] = {
         "dropout_full_recompute",
         [
             "iteration=2,phase=forward,layer=2,operator=bernoulli_,nth=2,element=30,bit=30",
-            "iteration=3,phase=recompute,layer=3,operator=bernoulli_,element=8,bit=29",
+            "iteration=3,phase=recompute,layer=3,operator=bernoulli_,element=8,bit=30",
             "iteration=4,phase=backward,layer=1,operator=mul,element=8,bit=30",
         ],
     ),
