@@ -75,7 +75,12 @@ def expected(case, te=NEWEST):
     return unprotected(case.argv(), case.ranks, te=te)
 
 
-@pytest.mark.parametrize("name", _CASES)
+def _sample(names, *usual):
+    """All names; those that are not usual belong to the acceptance run."""
+    return [n if n in usual else pytest.param(n, marks=pytest.mark.acceptance) for n in names]
+
+
+@pytest.mark.parametrize("name", _sample(_CASES, "delayed_recompute"))
 def test_transparent(name, tmp_path):
     case = _CASES[name]
     result = run(case, tmp_path)
@@ -86,6 +91,7 @@ def test_transparent(name, tmp_path):
         assert result.summary["checks"]["piggyback"]["pure"] > 100
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize("version", RELEASES[:-1])
 def test_transparent_with_older_releases(version, tmp_path):
     case = _CASES["delayed_recompute"]
@@ -94,6 +100,7 @@ def test_transparent_with_older_releases(version, tmp_path):
     assert not result.of_kind("mismatch"), result.told()
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize("name", ["delayed", "delayed_recompute", "experts_delayed"])
 def test_transparent_when_deferred(name, tmp_path):
     case = _CASES[name]
@@ -103,6 +110,7 @@ def test_transparent_when_deferred(name, tmp_path):
     assert result.summary["checks"]["deferred"]["pure"] > 500
 
 
+@pytest.mark.acceptance
 def test_transparent_naive(tmp_path):
     case = _CASES["delayed_recompute"]
     result = run(case, tmp_path, mode="naive")
@@ -135,7 +143,7 @@ _FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", _FAULTS)
+@pytest.mark.parametrize("name", _sample(_FAULTS, "gemm_forward"))
 def test_finds_a_fault_and_recovers(name, tmp_path):
     """Losses, weights, optimizer, scales and amax histories end as if nothing had happened."""
     case, fault = _FAULTS[name]
@@ -144,6 +152,7 @@ def test_finds_a_fault_and_recovers(name, tmp_path):
     assert_all_reported(result)
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize("name", ["gemm_forward", "quantize", "amax", "grouped"])
 def test_finds_a_fault_when_deferred(name, tmp_path):
     case, fault = _FAULTS[name]
@@ -153,6 +162,7 @@ def test_finds_a_fault_when_deferred(name, tmp_path):
     assert result.of_kind("mismatch") and result.faults
 
 
+@pytest.mark.acceptance
 def test_first_iteration_begins_anew(tmp_path):
     """Scales and histories that the discarded attempt has made are as if it had not."""
     case = _CASES["delayed"]

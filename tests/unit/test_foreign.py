@@ -290,7 +290,7 @@ def test_tensors_made_of_tensors_are_seen_through():
 
 
 def test_recorded_state_may_be_read_and_made_on_the_same_tape(library):
-    """What the kernel changes besides its results, another operator of the tape has read or made."""
+    """What the kernel changes besides its results was read or made by another operator."""
     engine = Watched()
     scale = wrapped(engine, library).scale
     old, x = Scaler(1.0), torch.rand(4)
