@@ -189,13 +189,6 @@ class SparetrainConfig(BaseModel):
         return self
 
     @property
-    def effective_mode(self) -> Mode:
-        return self.mode
-
-    def notices(self) -> list[str]:
-        return []
-
-    @property
     def defers(self) -> bool:
         """Whether checks may wait for windows."""
         return self.mode in ("coarse", "full")

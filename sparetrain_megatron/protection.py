@@ -48,7 +48,7 @@ class Protection:
         self.engine = Engine(
             self.statistics,
             self.injector,
-            piggyback=config.effective_mode != "naive",
+            piggyback=config.mode != "naive",
             strict=config.strict,
             repairs=config.on_mismatch != "report",
             copy_limit=config.optimizer_chunk_bytes,
@@ -103,14 +103,12 @@ class Protection:
         if self.rank == 0:
             self.events.emit(
                 "plan",
-                mode=self.config.effective_mode,
+                mode=self.config.mode,
                 config=self.config.model_dump(mode="json"),
                 world_size=dist.get_world_size(),
                 host=host_name(),
                 device=device_name(),
             )
-            for notice in self.config.notices():
-                self.warn(notice)
 
     # --- verdicts ------------------------------------------------------------------------------
 

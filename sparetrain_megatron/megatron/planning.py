@@ -167,7 +167,7 @@ class Planning:
         )
         mine = None
         if leads:
-            mine = make_plan(profile, self._budget, self._config.effective_mode)
+            mine = make_plan(profile, self._budget, self._config.mode)
         everyone: list[Any] = [None] * dist.get_world_size()
         with engine.paused():
             dist.all_gather_object(everyone, mine)
