@@ -209,8 +209,19 @@ def _kill_with_children(process: Any) -> None:
     """Ends a rank, and the helpers that Megatron starts to write a checkpoint."""
     process.kill()
     process.join()
+    if _runs(process.pid):
+        return  # on a busy machine, the number is another process's by now; so no helper is left
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is a process of that number, and not only what is left of an ended one."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 def _free_port() -> int:
