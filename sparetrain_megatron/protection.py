@@ -101,6 +101,10 @@ class Protection:
         self._directory = directory
         self.events = EventLog(directory, self.rank)
         if self.rank == 0:
+            if self.events.path.exists():
+                say(f"warning: {directory} has events of an earlier run; this run's are added")
+            mode = self.config.mode
+            say(f"protection is on, mode {mode}; events and summary go to {directory}")
             self.events.emit(
                 "plan",
                 mode=self.config.mode,
@@ -259,6 +263,8 @@ class Protection:
         statistics = self.statistics
         if speaks:
             say(interval_line(statistics))
+        if self.rank != 0:
+            return  # one file of them, not one for each of thousands of ranks
         self.event(
             "iteration",
             iteration=self.engine.position.iteration,
@@ -275,8 +281,20 @@ class Protection:
         self.engine.flush_counts()
         self.statistics.injected = len(self.injector.records)
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, self.statistics.to_dict())
+        hits = [record["spec"] for record in self.injector.records]
+        dist.all_gather_object(parts, {**self.statistics.to_dict(), "hits": hits})
         if self.rank == 0 and self._directory is not None:
             merged = Statistics.merge([Statistics.from_dict(p) for p in parts])
             write_summary(self._directory, merged, self.config, len(parts))
             print_summary(merged, world_size=len(parts), directory=self._directory)
+            self._name_idle_specs({spec for part in parts for spec in part["hits"]})
+
+    def _name_idle_specs(self, hit: set[str]) -> None:
+        """A fault that never came about looks like one that did no harm, so it is named."""
+        specs = [str(FaultSpec.parse(text)) for text in self.config.inject]
+        idle = [spec for spec in specs if spec not in hit]
+        if idle:
+            self.warn(
+                f"{len(idle)} of {len(specs)} fault specs never matched an operator: "
+                + "; ".join(idle)
+            )

@@ -1,11 +1,21 @@
 """Rules and fixtures for the whole test suite."""
 
+import atexit
 import importlib.util
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests import harness
+
+if "TORCH_EXTENSIONS_DIR" not in os.environ:
+    # Megatron compiles a helper for selective recompute; a lock that a killed process has left in
+    # the user's own cache would make every later one wait for ever.
+    _extensions = tempfile.TemporaryDirectory(prefix="torch-extensions-")
+    atexit.register(_extensions.cleanup)
+    os.environ["TORCH_EXTENSIONS_DIR"] = _extensions.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

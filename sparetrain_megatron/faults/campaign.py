@@ -9,6 +9,8 @@ fault is no silent corruption, and is counted by itself.
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import json
 import os
 import subprocess
@@ -264,6 +266,13 @@ def _share(total: int, index: int, parts: int) -> int:
     return total * (index + 1) // parts - total * index // parts
 
 
+@functools.cache
+def _extensions() -> str:
+    folder = tempfile.TemporaryDirectory(prefix="sparetrain-extensions-")
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
 def _start(order: Order, log: Path) -> tuple[subprocess.Popen[bytes], Iterable[str]]:
     """Starts a worker; returns it and its results, a line each, until it ends."""
     readable, writable = os.pipe()
@@ -275,7 +284,14 @@ def _start(order: Order, log: Path) -> tuple[subprocess.Popen[bytes], Iterable[s
             stdout=output,
             stderr=output,
             pass_fds=(writable,),
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                # Megatron compiles a helper for selective recompute. In a folder of our own no
+                # lock of a process that was killed while compiling can make it wait for ever.
+                "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", _extensions()),
+            },
         )
     os.close(writable)
     return process, os.fdopen(readable, encoding="utf-8")

@@ -28,8 +28,11 @@ def attach(config: SparetrainConfig) -> Protection:
     Raises:
         UsageError: Something that can't be protected is asked for.
     """
+    from ..errors import UsageError
     from .training import Protection
 
+    if not config.enabled:
+        raise UsageError("attach needs a configuration with enabled=True")
     protection = Protection(config)
     protection.attach()
     return protection

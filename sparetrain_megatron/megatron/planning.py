@@ -99,6 +99,8 @@ class Planning:
         self._expected = 0.0
         self._ratios: list[float] = []
         self.plan: Plan | None = None
+        self.leads = False
+        """Whether this rank plans for its stage."""
         engine.deferred.budget = self._budget
         engine.waits_together = True
         if not self._budget:
@@ -165,6 +167,7 @@ class Planning:
             parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         )
+        self.leads = leads
         mine = None
         if leads:
             mine = make_plan(profile, self._budget, self._config.mode)

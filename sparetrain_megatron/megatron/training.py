@@ -185,7 +185,10 @@ class Protection(protection.Protection):
         assert self.planning is not None
         plan = self.planning.iteration_ended(seconds, waited)
         if plan is not None:
-            self.event("plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump())
+            if self.planning.leads:
+                self.event(
+                    "plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump()
+                )
             if self.rank == 0:
                 say(
                     f"planned: {plan.totals.overhead:.1%} expected on stage 0 "
@@ -355,9 +358,18 @@ class Protection(protection.Protection):
 
     def _train(self, original: Any) -> Any:
         def train(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if self._hooks is not None:
-                self.write_summary()
-            return result
+            regular = True
+            try:
+                return original(*args, **kwargs)
+            except SystemExit as stop:
+                # --exit-interval and the like; with another code the ranks need not be together.
+                regular = not stop.code
+                raise
+            except BaseException:
+                regular = False
+                raise
+            finally:
+                if regular and self._hooks is not None:
+                    self.write_summary()
 
         return train
