@@ -56,7 +56,7 @@ class Regions:
                 return original(forward_step_func, data_iterator, model, *args, **kw)
             self._started[id(model)] += 1  # each virtual stage counts by itself
             microbatch = self._started[id(model)]
-            chunk = getattr(model, "vp_stage", None) or 0
+            chunk = _virtual_stage(model)
             self._recompute.begin_microbatch(chunk)
             with engine.at(phase="forward", microbatch=microbatch, layer="embedding"):
                 if engine.strategy.defers_rest(chunk, microbatch, "forward"):
@@ -119,6 +119,13 @@ class Regions:
             position.layer = layer
 
         node.register_prehook(reached)
+
+
+def _virtual_stage(model: Any) -> int:
+    """Which of the rank's model chunks it is, from 0; data parallelism wraps it, say."""
+    while getattr(model, "vp_stage", None) is None and hasattr(model, "module"):
+        model = model.module
+    return getattr(model, "vp_stage", None) or 0
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
