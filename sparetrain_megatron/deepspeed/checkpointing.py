@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..dmr.engine import Engine
+from ..dmr.operators import nested_tensors
 from ..dmr.piggyback import FirstPass
 from ..patching import Patches
 
@@ -86,7 +87,7 @@ class Recompute:
         ) -> Any:
             if engine.is_active and engine.piggyback:
                 block = Block(engine, fn)
-                inputs = _tensors((*args, *kwargs.values()))
+                inputs = nested_tensors((*args, *kwargs.values()))
                 context_fn = _both(context_fn, lambda: block.first(inputs))
                 # The function itself is called again for the recompute alone. It has to run to its
                 # end: an early stop would leave its last operators without a second execution.
@@ -136,7 +137,7 @@ class Block:
     def __call__(self, *args: Any) -> Any:
         if self._ran:
             return self.second(*args)
-        with self.first(_tensors(args)):
+        with self.first(nested_tensors(args)):
             return self._function(*args)
 
     @contextlib.contextmanager
@@ -163,7 +164,7 @@ class Block:
             if first is None or not engine.is_active:
                 output = self._function(*args, **kwargs)
             else:
-                second = engine.second_pass(first, _tensors((*args, *kwargs.values())))
+                second = engine.second_pass(first, nested_tensors((*args, *kwargs.values())))
                 with engine.within(second):
                     output = self._function(*args, **kwargs)
                 engine.close_second_pass(second)
@@ -171,13 +172,3 @@ class Block:
         # The backward of this block follows, and belongs to the layer just recomputed.
         position.layer = layer if layer is not None else before
         return output
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in _tensors(item)]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in _tensors(item)]
-    return []

@@ -153,6 +153,17 @@ def tensors_of(*values: Any) -> list[torch.Tensor]:
     return found
 
 
+def nested_tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in a module's inputs or outputs: lists, tuples and dicts at any depth."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in nested_tensors(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in nested_tensors(item)]
+    return []
+
+
 _known: dict[Any, Operator] = {}
 _vouched: set[str] = set()
 

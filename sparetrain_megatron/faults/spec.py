@@ -6,18 +6,9 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+from sparetrain_megatron.dmr.position import PHASES
 from sparetrain_megatron.errors import UsageError
 
-PHASES = (
-    "forward",
-    "recompute",
-    "backward",
-    "accumulate",
-    "clip",
-    "optimizer",
-    "communication",
-    "held",
-)
 EXECUTIONS = ("primary", "checker", "both")
 PATTERNS = ("bit", "swap", "shift", "burst", "negate")
 REPEATS = ("once", "always")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..dmr.engine import Engine
+from ..dmr.operators import nested_tensors
 from ..patching import Patches
 from .recompute import Recompute
 
@@ -63,7 +64,7 @@ class Regions:
                     engine.open_tape()
                 result = original(forward_step_func, data_iterator, model, *args, **kw)
                 engine.close_tape()
-            for tensor in _tensors(result[0]):
+            for tensor in nested_tensors(result[0]):
                 setattr(tensor, _TAG, (chunk, microbatch))
             return result
 
@@ -75,7 +76,7 @@ class Regions:
             if not engine.is_active:
                 return original(input_tensor, output_tensor, *args, **kw)
             self._finished += 1
-            tagged = [getattr(t, _TAG, None) for t in _tensors(output_tensor)]
+            tagged = [getattr(t, _TAG, None) for t in nested_tensors(output_tensor)]
             chunk, microbatch = next((t for t in tagged if t), (0, self._finished))
             with engine.at(phase="backward", microbatch=microbatch, layer="head"):
                 if engine.strategy.defers_rest(chunk, microbatch, "backward"):
@@ -99,7 +100,7 @@ class Regions:
                 self._on_gradient(hidden, "embedding")
             position.layer = number
             output = original(layer, *args, **kwargs)
-            for tensor in _tensors(output):
+            for tensor in nested_tensors(output):
                 self._on_gradient(tensor, number)
             if position.phase == "forward":
                 self._recompute.layer_ran(number)
@@ -126,13 +127,3 @@ def _virtual_stage(model: Any) -> int:
     while getattr(model, "vp_stage", None) is None and hasattr(model, "module"):
         model = model.module
     return getattr(model, "vp_stage", None) or 0
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in _tensors(item)]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in _tensors(item)]
-    return []
