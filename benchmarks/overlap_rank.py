@@ -14,6 +14,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -74,6 +75,19 @@ def die_with_parent() -> None:
 
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def prefer_transport() -> None:
+    """Lets the threads that move bytes interrupt the one that computes.
+
+    On a GPU's host they have cores of their own; here they share the only one, and a message would
+    arrive some milliseconds late whenever it is busy. In every mode alike; needs root.
+    """
+    main = threading.get_native_id()
+    for task in os.listdir("/proc/self/task"):
+        if int(task) != main:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, int(task), -15)
 
 
 class Run:
@@ -202,6 +216,7 @@ class Run:
         import torch.distributed as dist
 
         engine, recorder = self.protection.engine, self.recorder
+        prefer_transport()
         figures, deferred = engine.statistics, engine.deferred
         dist.barrier()
         recorder.reset()
@@ -356,6 +371,7 @@ def arguments(options: Any) -> list[str]:
         --seq-length {options.sequence} --max-position-embeddings {options.sequence}
         --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
         --untie-embeddings-and-output-weights --bf16
+        --attention-dropout 0 --hidden-dropout 0
         --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
         --micro-batch-size 1 --global-batch-size {options.microbatches}
         --train-iters {steps} --lr 1e-4 --lr-decay-style constant

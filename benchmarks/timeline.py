@@ -90,7 +90,7 @@ class Recorder:
         self.flush()
         self._stack.append(category)
         checks = self._statistics.seconds_in_checks
-        start, cpu = time.perf_counter(), time.thread_time()
+        start, cpu = time.perf_counter(), time.thread_time() - self.cpu_in_windows
         try:
             yield
         finally:
@@ -99,7 +99,9 @@ class Recorder:
             end = time.perf_counter()
             if category == "verdict":
                 # Ranks wait for each other here; unprotected, they do in the gradients' norm.
-                self.waited_in_verdicts += max(0.0, end - start - (time.thread_time() - cpu))
+                spent = time.thread_time() - self.cpu_in_windows - cpu
+                counted = self._statistics.seconds_in_checks - checks
+                self.waited_in_verdicts += max(0.0, counted - spent)
                 if self.detailed:
                     self.verdicts.append((start, end))
             elif self.detailed:

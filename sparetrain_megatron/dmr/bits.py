@@ -38,6 +38,13 @@ def dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def alike_and_dense(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one size lie in memory in the same way, without holes."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    return a.stride() == b.stride() and dense(a)
+
+
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory seen as integers of the same width; complex as pairs."""
     tensor = tensor.detach()
@@ -69,7 +76,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool | torch.Tensor:
     if count == 0:
         return True
     if a.device.type == "cpu":
-        if a.stride() != b.stride() or not dense(a) or a.is_conj() or a.is_neg():
+        if not alike_and_dense(a, b) or a.is_conj() or a.is_neg():
             a, b = as_integers(a).contiguous(), as_integers(b).contiguous()
             count = a.numel()
         return _memcmp(a.data_ptr(), b.data_ptr(), count * a.element_size()) == 0

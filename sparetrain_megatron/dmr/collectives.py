@@ -136,11 +136,15 @@ class Collectives:
             for transfer in arrival.transfers
         )
 
+    def stays(self, operator: Operator, args: tuple) -> bool:
+        """Whether a collective does nothing at all: in place, in a group of one."""
+        if NAMES.get(operator.name) not in _IN_PLACE:
+            return False
+        # allreduce_(tensors, group, …), and the others likewise
+        return dist.ProcessGroup.unbox(args[1]).size() == 1
+
     def _alone(self, name: str, func: Any, args: tuple, kwargs: dict, named: dict) -> Any:
-        """A group of one: nothing moves; what is left may be a copy on this device."""
-        if name in _IN_PLACE:
-            self._engine.count_once("group of one")
-            return func(*args, **kwargs)
+        """A group of one: nothing moves; what is left is a copy on this device."""
         inputs = [fingerprint(t) for t in inputs_of(name, named)]
         output = func(*args, **kwargs)
         engine = self._engine

@@ -61,6 +61,7 @@ class Deferred:
         self._found: list[Leaving] = []
         self._readers: dict[int, set[Tape]] = defaultdict(set)
         self._bytes: dict[int, int] = {}
+        self._transient = 0  # the most that a pending tape's replay allocates
         self.constants: set[int] = set()
 
     def __bool__(self) -> bool:
@@ -78,11 +79,6 @@ class Deferred:
             return True
         need = self.held_bytes + tape.held_bytes + max(self._transient, tape.transient_bytes)
         return need <= self.budget
-
-    @property
-    def _transient(self) -> int:
-        running = [self._tape] if self._tape is not None else []
-        return max((tape.transient_bytes for tape in (*running, *self._pending)), default=0)
 
     def demote(self) -> None:
         """Executes the oldest pending tape's next operator at once."""
@@ -102,6 +98,7 @@ class Deferred:
             self.demote()
         self._pending.append(tape)
         if self.fits(tape):
+            self._transient = max(self._transient, tape.transient_bytes)
             self._index(tape)
         else:
             # Too large even alone: executed before anything else happens, so nothing is held.
@@ -148,6 +145,7 @@ class Deferred:
         if found:
             self._judge(tape, found)
         self._release(tape)
+        self._transient = max((t.transient_bytes for t in self._pending), default=0)
 
     def _judge(self, tape: Tape, found: list[Leaving]) -> None:
         """A third execution says whether the primary or the checker was wrong."""
@@ -246,4 +244,4 @@ class Deferred:
         self._running = self._tape = None
         self._readers.clear()
         self._bytes.clear()
-        self.held_bytes = 0
+        self.held_bytes = self._transient = 0

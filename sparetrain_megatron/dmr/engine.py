@@ -103,6 +103,8 @@ class Engine(Passes, Recording):
         self.collectives = Collectives(self)
         self.deferred = Deferred(self)
         self.tape: Tape | None = None
+        self.rest: Callable[[], bool] | None = None
+        """Whether what follows here, outside of blocks, is deferred; None outside of a step."""
         self.closed: list[Tape] = []
         """Tapes of the present block."""
         self.binding: dict[Source, Fingerprint] | None = None
@@ -406,5 +408,5 @@ class Engine(Passes, Recording):
         self.ledger.collect()
         self.second_device.abandon()
         self.deferred.abandon()
-        self.tape = self.binding = None
+        self.tape = self.binding = self.rest = None
         self.closed.clear()

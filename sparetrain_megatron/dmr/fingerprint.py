@@ -44,7 +44,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     count = tensor.numel()
     if count == 0:
         return 0
-    if tensor.is_conj() or tensor.is_neg() or not dense(tensor):
+    if tensor.is_conj() or tensor.is_neg() or not (tensor.is_contiguous() or dense(tensor)):
         # The integer view keeps NaN payloads and negative zeros through the copy.
         tensor = as_integers(tensor).contiguous()
         count = tensor.numel()

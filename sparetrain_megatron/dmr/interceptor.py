@@ -79,6 +79,12 @@ class Interceptor(TorchDispatchMode):
                 engine.count_once(operator.kind_name)
                 if engine.tape is not None and operator.kind is not Kind.VIEW:
                     return self._without_value(operator, func, args, kwargs)
+                output = func(*args, **kwargs)
+                if engine.observer is not None and operator.kind is Kind.UNINITIALISED:
+                    engine.observer.allocated(tensors_of([output]))
+                return output
+            if operator.kind is Kind.COLLECTIVE and self._engine.collectives.stays(operator, args):
+                self._engine.count_once("group of one")
                 return func(*args, **kwargs)
             handler = self._handlers[operator.kind]
             if self._engine.observer is not None:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _clock = time.perf_counter
 
 _GRAPH = Operator("compiled", Kind.COMPILED)
-_CACHE = 256 << 10  # bytes of a slice that stays in a core's cache
+_CACHE = 512 << 10  # bytes of a slice that stays in a core's cache
+# The same arithmetic with the result elsewhere: no copy has to be made first.
+_OUT_OF_PLACE = {torch.ops.aten.add_.Tensor: torch.ops.aten.add.out}
 # In-place operators whose result does not depend on what was there before.
 _OVERWRITES = {"copy_", "zero_", "fill_"}
 
@@ -435,9 +437,14 @@ def _in_cache(
     executions and the comparison would each go through all of it.
     """
     start, primary = _clock(), 0.0
+    again = _OUT_OF_PLACE.get(func)
     for slice_args, slice_kwargs, (target,) in slices:
-        copy = bits.clone_span(target)
-        func(copy, *slice_args[1:], **slice_kwargs)
+        if again is None:
+            copy = bits.clone_span(target)
+            func(copy, *slice_args[1:], **slice_kwargs)
+        else:
+            copy = _scratch(target)
+            again(*slice_args, **slice_kwargs, out=copy)
         before = _clock()
         func(*slice_args, **slice_kwargs)
         primary += _clock() - before
@@ -445,6 +452,19 @@ def _in_cache(
             engine.ledger.record(_judged(engine, operator, target, copy, None))
     engine.count("naive", operator, _clock() - start - primary)
     return args[0]
+
+
+_scratches: dict[torch.dtype, torch.Tensor] = {}
+
+
+def _scratch(target: torch.Tensor) -> torch.Tensor:
+    """Memory for a slice like this one, the same for every call, with the same alignment."""
+    size = target.element_size()
+    memory = _scratches.get(target.dtype)
+    if memory is None:
+        memory = _scratches[target.dtype] = torch.empty(_CACHE // size + 64, dtype=target.dtype)
+    offset = (target.data_ptr() - memory.data_ptr()) % 64 // size
+    return memory[offset : offset + target.numel()]
 
 
 def _mutating_in_slices(

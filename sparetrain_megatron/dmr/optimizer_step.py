@@ -83,11 +83,15 @@ class CheckedStep:
         everything = [group["params"] for group in groups]
         before = [_settings(group) for group in groups]
         after: list[dict[str, Any] | None] = [None] * len(groups)
+        # Two executions and their copies are one step to a profiler.
+        observer, self._engine.observer = self._engine.observer, None
+        own = check = 0.0
         try:
             for chunk in self._chunks(everything):
                 for group, parameters in zip(groups, chunk):
                     group["params"] = parameters
-                self._one(chunk, before)
+                times = self._one(chunk, before)
+                own, check = own + times[0], check + times[1]
                 for i, parameters in enumerate(chunk):
                     if parameters or after[i] is None:
                         after[i] = _settings(groups[i])
@@ -96,6 +100,9 @@ class CheckedStep:
                 group["params"] = parameters
                 if settings is not None:
                     group.update(settings)
+            self._engine.observer = observer
+        if observer is not None:
+            observer.stepped(own, check)
 
     def _chunks(self, everything: list[list[torch.Tensor]]) -> list[list[list[torch.Tensor]]]:
         chunks: list[list[list[torch.Tensor]]] = []
@@ -112,8 +119,14 @@ class CheckedStep:
                 room -= size
         return chunks or [everything]
 
-    def _one(self, chunk: list[list[torch.Tensor]], settings: list[dict[str, Any]]) -> None:
-        """Steps one chunk until two executions agree; leaves the last one's result in place."""
+    def _one(
+        self, chunk: list[list[torch.Tensor]], settings: list[dict[str, Any]]
+    ) -> tuple[float, float]:
+        """Steps one chunk until two executions agree; leaves the last one's result in place.
+
+        Returns:
+            Seconds of the step itself, and of its check.
+        """
         engine = self._engine
         start = time.perf_counter()
         parameters = [p for group in chunk for p in group]
@@ -155,7 +168,9 @@ class CheckedStep:
         if self.exhausted or not engine.repairs:
             # Left to the verdict: here nothing can be done about them.
             engine.ledger.mismatches.extend(found)
-        engine.statistics.seconds_in_checks += time.perf_counter() - start - own
+        check = time.perf_counter() - start - own
+        engine.statistics.seconds_in_checks += check
+        return own, check
 
     def _found(self, equal: bool) -> list[Mismatch]:
         """What the comparison of two executions found.

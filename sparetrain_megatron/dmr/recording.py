@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,37 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from .fingerprint import Fingerprint, fingerprint
 from .operators import Kind, Operator
+from .own_work import own_work
 from .tape import Source, Tape
 from .template import Template
 
 BOUND = Operator("bound", Kind.PURE)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _Seen:
+    """Entered and left for every parameter of a bound block, so it is no generator."""
+
+    __slots__ = ("_engine", "_executor")
+
+    def __init__(self, engine: Recording) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        engine = self._engine
+        engine._unseen = False
+        engine._interceptor.__enter__()
+        if engine.set_executor is not None:
+            self._executor = engine.set_executor(engine)
+
+    def __exit__(self, *error: Any) -> None:
+        engine = self._engine
+        if engine.set_executor is not None:
+            engine.set_executor(self._executor)
+        engine._interceptor.__exit__(*error)
+        engine._unseen = True
 
 
 class Recording:
@@ -25,6 +52,7 @@ class Recording:
     closed: list[Tape]
     binding: dict[Source, Fingerprint] | None
     waited: float
+    rest: Callable[[], bool] | None
     _unseen: bool
     _window_opened: float
 
@@ -37,6 +65,11 @@ class Recording:
         """Operators are recorded from now on, and executed again in a window."""
         self.close_tape()
         self.tape = Tape(self.position, self.deferred.constants)
+
+    def resume_tape(self) -> None:
+        """A block with a tape of its own, or with none, has ended; what follows may be deferred."""
+        if self.rest is not None and self.rest():
+            self.open_tape()
 
     def cut_tape(self) -> None:
         """Ends the open tape, if there is one, and begins the next."""
@@ -58,19 +91,11 @@ class Recording:
             finally:
                 self._unseen = False
 
-    @contextlib.contextmanager
-    def seen(self) -> Iterator[None]:
+    def seen(self) -> contextlib.AbstractContextManager[Any]:
         """The interceptor takes part again, for a moment inside of :meth:`unseen`."""
-        if not self._unseen:
-            yield
-            return
-        self._unseen = False
-        with self._interceptor, self._compiled_graphs(True):
-            try:
-                yield
-            finally:
-                self._unseen = True
+        return _Seen(self) if self._unseen else _NOTHING
 
+    @own_work
     def push_bound(
         self,
         template: Template,
@@ -99,6 +124,7 @@ class Recording:
             self._counts["deferred"][BOUND] += tape.computing
         self.statistics.seconds_in_checks += time.perf_counter() - start
 
+    @own_work
     def gradient_ready(self, address: int, gradient: torch.Tensor) -> None:
         """A parameter's gradient goes into its buffer: it leaves the block that is being bound.
 
@@ -124,6 +150,7 @@ class Recording:
         deferred.drain("demoted")
         return False
 
+    @own_work
     def close_tape(self, returned: Sequence[torch.Tensor] = ()) -> None:
         """Ends recording.
 

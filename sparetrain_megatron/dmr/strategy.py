@@ -20,8 +20,15 @@ class Strategy(Protocol):
     def block(self, chunk: int, microbatch: int, index: int) -> Method:
         """For a checkpointed block: the ``index``-th, from 0, of a microbatch in a model chunk."""
 
-    def defers_rest(self, chunk: int, microbatch: int, phase: str) -> bool:
-        """Whether what lies outside of checkpointed blocks is replayed, too, rather than naive."""
+    def defers_rest(self, chunk: int, microbatch: int, phase: str, layer: int | str | None) -> bool:
+        """Whether what lies outside of checkpointed blocks is replayed, too, rather than naive.
+
+        Asked at the start of a microbatch's forward or backward, and after each block in it.
+
+        Args:
+            layer: What comes next: ``embedding``, ``head``, or the layer in which a block has
+                ended, whose rest may follow.
+        """
 
 
 class Immediate:
@@ -33,7 +40,7 @@ class Immediate:
     def block(self, chunk: int, microbatch: int, index: int) -> Method:
         return self._method
 
-    def defers_rest(self, chunk: int, microbatch: int, phase: str) -> bool:
+    def defers_rest(self, chunk: int, microbatch: int, phase: str, layer: int | str | None) -> bool:
         return False
 
 
@@ -47,5 +54,5 @@ class Everything:
     def block(self, chunk: int, microbatch: int, index: int) -> Method:
         return self._method
 
-    def defers_rest(self, chunk: int, microbatch: int, phase: str) -> bool:
+    def defers_rest(self, chunk: int, microbatch: int, phase: str, layer: int | str | None) -> bool:
         return self._rest

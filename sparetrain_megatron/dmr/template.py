@@ -24,6 +24,7 @@ import torch
 from .fingerprint import Fingerprint
 from .foreign import Call
 from .operators import Kind
+from .own_work import own_work
 from .position import Position
 from .tape import Entry, Leaving, Ref, Source, Tape
 
@@ -71,6 +72,7 @@ class Template:
 
     runs: int = 0
 
+    @own_work
     def fits(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
         return geometry(inputs) == self.inputs and geometry(gradients) == self.gradients
 

@@ -45,6 +45,7 @@ class Planned:
         self._plan = plan
         self._layers = layers
         self._blocks: dict[tuple[int, int, int], Method] = {}
+        self._rest: dict[tuple[int, str], set[int | str]] = {}
 
     def block(self, chunk: int, microbatch: int, index: int) -> Method:
         key = (chunk, microbatch, index)
@@ -62,12 +63,27 @@ class Planned:
         # Never naive: all ranks of a tensor-parallel group must reduce alike; see Everything.
         return "single" if choice.windows else "piggyback"
 
-    def defers_rest(self, chunk: int, microbatch: int, phase: str) -> bool:
-        return any(
-            bool(choice.segments or choice.windows)
-            for layer in ("embedding", "head")
-            for choice in [self._plan.choice(microbatch, layer, phase)]
-        )
+    def defers_rest(self, chunk: int, microbatch: int, phase: str, layer: int | str | None) -> bool:
+        key = (microbatch, phase)
+        found = self._rest.get(key)
+        if found is None:
+            found = self._rest[key] = self._deferred_rest(microbatch, phase)
+        # Behind the first stage's last block of a backward comes the embedding.
+        part = "embedding" if phase == "backward" and isinstance(layer, int) else layer
+        return part in found or any(isinstance(other, int) for other in found)
+
+    def _deferred_rest(self, microbatch: int, phase: str) -> set[int | str]:
+        """Where, outside of checkpointed blocks, something is deferred."""
+        rows = [r for r in self._plan.rows if r.microbatch == microbatch]
+        recomputed = {r.layer for r in rows if r.phase == "recompute"}
+        if self._plan.identity.flags.get("recompute_granularity") == "selective":
+            recomputed = set()  # a part of each layer only
+        return {
+            r.layer
+            for r in rows
+            if r.phase == phase and r.layer is not None and r.layer not in recomputed
+            if self._plan.choice(microbatch, r.layer, phase).deferred
+        }
 
 
 class Planning:

@@ -88,14 +88,12 @@ class Recompute:
             if not engine.is_active or not isinstance(block, _Block):
                 return backward(ctx, *gradients)
             # The block has a tape of its own, or none; what lies outside goes on with another.
-            resume = engine.tape is not None
             engine.close_tape()
             try:
                 return block.backward(backward, ctx, gradients)
             finally:
                 engine.close_tape()
-                if resume:
-                    engine.open_tape()
+                engine.resume_tape()
 
         patches.replace(owner, "backward", staticmethod(checkpointed_backward))
 
@@ -136,13 +134,11 @@ class _Block:
         if torch.is_grad_enabled():
             return self._recompute(args, inputs)
         engine = self._engine
-        resume = engine.tape is not None
         engine.close_tape()
         try:
             return self._forward(args, inputs)
         finally:
-            if resume:
-                engine.open_tape()
+            engine.resume_tape()
 
     def _forward(self, args: tuple, inputs: list[torch.Tensor]) -> Any:
         engine = self._engine

@@ -7,8 +7,10 @@ each layer's output says when its gradients begin.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,11 +61,11 @@ class Regions:
             microbatch = self._started[id(model)]
             chunk = _virtual_stage(model)
             self._recompute.begin_microbatch(chunk)
-            with engine.at(phase="forward", microbatch=microbatch, layer="embedding"):
-                if engine.strategy.defers_rest(chunk, microbatch, "forward"):
-                    engine.open_tape()
+            with (
+                engine.at(phase="forward", microbatch=microbatch, layer="embedding"),
+                self._rest(chunk, microbatch, "forward"),
+            ):
                 result = original(forward_step_func, data_iterator, model, *args, **kw)
-                engine.close_tape()
             for tensor in nested_tensors(result[0]):
                 setattr(tensor, _TAG, (chunk, microbatch))
             return result
@@ -78,14 +80,27 @@ class Regions:
             self._finished += 1
             tagged = [getattr(t, _TAG, None) for t in nested_tensors(output_tensor)]
             chunk, microbatch = next((t for t in tagged if t), (0, self._finished))
-            with engine.at(phase="backward", microbatch=microbatch, layer="head"):
-                if engine.strategy.defers_rest(chunk, microbatch, "backward"):
-                    engine.open_tape()
-                result = original(input_tensor, output_tensor, *args, **kw)
-                engine.close_tape()
-                return result
+            with (
+                engine.at(phase="backward", microbatch=microbatch, layer="head"),
+                self._rest(chunk, microbatch, "backward"),
+            ):
+                return original(input_tensor, output_tensor, *args, **kw)
 
         return backward_step
+
+    @contextlib.contextmanager
+    def _rest(self, chunk: int, microbatch: int, phase: str) -> Iterator[None]:
+        """Defers what lies outside of blocks, where the strategy says so."""
+        engine = self._engine
+
+        def deferred() -> bool:
+            return engine.strategy.defers_rest(chunk, microbatch, phase, engine.position.layer)
+
+        engine.rest = deferred
+        engine.resume_tape()
+        yield
+        engine.close_tape()
+        engine.rest = None
 
     def _layer(self, original: Any) -> Any:
         engine = self._engine

@@ -73,6 +73,10 @@ class Block:
         self.phases = [profile.templates[t].phase for t in templates]
         self.sizes = [o.written for o in self.operators] + outside
 
+    @property
+    def has_recompute(self) -> bool:
+        return "recompute" in self.phases
+
     def compared(self, region: int) -> list[int]:
         """Operators of a region whose fingerprints P-DMR compares."""
         return [

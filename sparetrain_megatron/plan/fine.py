@@ -43,14 +43,18 @@ class Variant:
     Attributes:
         ordinals: Those operators.
         steps: The profile's steps that are such regions, in order.
+        others: Operators that are recorded with them, wherever one of them is deferred.
         outcome: For each step and operator the window's ordinal, LEFT or DEMOTED.
     """
 
-    def __init__(self, number: int, template: Template, ordinals: Sequence[int]) -> None:
+    def __init__(
+        self, number: int, template: Template, ordinals: Sequence[int], others: int = 0
+    ) -> None:
         self.template_number = number
         self.template = template
         self.ordinals = tuple(ordinals)
         self.steps: list[int] = []
+        self.others = others
         self.outcome = np.empty((0, 0), dtype=np.int32)
 
 

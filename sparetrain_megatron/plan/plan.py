@@ -233,6 +233,11 @@ class RegionChoice:
     known: bool = True
 
     @property
+    def deferred(self) -> bool:
+        """Whether anything of the region waits for a window."""
+        return bool(self.segments or self.windows)
+
+    @property
     def window(self) -> WindowUse | None:
         """The region's first window, or None when nothing is deferred."""
         if self.segments:

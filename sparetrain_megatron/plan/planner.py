@@ -262,6 +262,8 @@ class Planner:
                 numbers = (variant.outcome >= 0).sum(axis=0).tolist()
                 for ordinal, number in zip(variant.ordinals, numbers):
                     single_net += number * self.single_net(variant.template_number, ordinal)
+                steps = int((variant.outcome >= 0).any(axis=1).sum())
+                single_net -= steps * variant.others * profile.costs.record
         used = {
             slot.ordinal: slot.capacity - left
             for slot, left in zip(timeline.slots, room)
@@ -312,11 +314,26 @@ class Planner:
                         found.append(forward)
         return frozenset(found)
 
+    def _alone(
+        self, place: Place, number: int, covered: int, ordinals: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """Which of a region's operators to defer one by one, and how many are recorded with them.
+
+        Outside of checkpointed blocks a region is recorded as a whole or not at all.
+        """
+        phases = {self.profile.templates[t].phase for t in place.stretch.templates}
+        if covered or "recompute" in phases:
+            return list(ordinals), 0
+        others = len(self.profile.templates[number].operators) - len(ordinals)
+        gain = sum(self.single_net(number, ordinal) for ordinal in ordinals)
+        worth = gain > others * self.profile.costs.record
+        return (list(ordinals), others) if worth else ([], 0)
+
     def _variants(
         self, places: Sequence[Place], budget: int
     ) -> tuple[list[Variant], list[Variant | None]]:
         """Groups the regions by the operators that phase 2 has left."""
-        known: dict[tuple[int, int], Variant] = {}
+        known: dict[tuple[int, tuple[int, ...], int], Variant] = {}
         at: list[Variant | None] = [None] * len(self.profile.steps)
         for place in places:
             start = 0
@@ -324,14 +341,16 @@ class Planner:
                 template = self.profile.templates[number]
                 covered = place.covered >> start & (1 << len(template.operators)) - 1
                 start += len(template.operators)
-                variant = known.get((number, covered))
+                left = [
+                    ordinal
+                    for ordinal in self.queueable[number]
+                    if not covered >> ordinal & 1 and template.operators[ordinal].held <= budget
+                ]
+                left, others = self._alone(place, number, covered, left)
+                key = (number, tuple(left), others)
+                variant = known.get(key)
                 if variant is None:
-                    left = [
-                        ordinal
-                        for ordinal in self.queueable[number]
-                        if not covered >> ordinal & 1 and template.operators[ordinal].held <= budget
-                    ]
-                    variant = known[number, covered] = Variant(number, template, left)
+                    variant = known[key] = Variant(number, template, left, others)
                 step = place.stretch.first + index
                 if variant.ordinals:
                     at[step] = variant

@@ -161,10 +161,7 @@ def _weigh(block: Block, members: np.ndarray, costs: Costs) -> _Figures:
     leaving = (members & (read_outside | never_read)) @ sizes[:count]
     saved = members @ (checks * open_)
     covered_before = members @ (seconds * ~open_)
-    each = np.where(_whole(block, members), costs.bound or 0.0, costs.record)
-    if costs.bound is None:
-        each = np.full(len(members), costs.record)
-    recording = members.sum(axis=1) * each + leaving * costs.fingerprint
+    recording = _recording(block, members, costs) + leaving * costs.fingerprint
     return _Figures(
         saved=saved,
         gain=saved - covered_before - recording,
@@ -173,6 +170,18 @@ def _weigh(block: Block, members: np.ndarray, costs: Costs) -> _Figures:
         replay=members @ seconds,
         boundary=boundary,
     )
+
+
+def _recording(block: Block, members: np.ndarray, costs: Costs) -> np.ndarray:
+    """Seconds to record each candidate, fingerprints left out."""
+    if not block.has_recompute:
+        # Outside of checkpointed blocks a region is recorded as a whole or not at all.
+        recorded = np.zeros(len(members))
+        for region in block.regions:
+            recorded += len(region) * members[:, region].any(axis=1)
+        return recorded * costs.record
+    bound = costs.record if costs.bound is None else costs.bound
+    return members.sum(axis=1) * np.where(_whole(block, members), bound, costs.record)
 
 
 def _whole(block: Block, members: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ RECORD = 12e-6  # seconds to record an operator
 OBSERVE = 8e-6  # seconds to take an operator's fingerprint, whatever its size
 BIND = 1e-6  # seconds for an operator of a bound block
 FINGERPRINT = 1 / 20e9  # seconds for a byte
+_STEP = Operator("step", Kind.MUTATING)
 _PHASES = {"accumulate": "backward", "communication": "forward", "held": "recompute"}
 
 
@@ -37,10 +38,12 @@ class _Seen:
 
     operator: Operator
     seconds: float
+    check: float | None
     written: int
     held: int
     inputs: tuple[int, ...]
     overwrites: tuple[int, ...]
+    mutating: bool
     integer: bool
     recomputed: bool
 
@@ -110,6 +113,7 @@ class Recorder:
         self._region: _Region | None = None
         self._previous: _Region | None = None
         self._producers: dict[int, tuple[_Region, int]] = {}
+        self._empty: set[int] = set()
         self._weak: list[Any] = []
         self._local: dict[int, int] = {}
         self._window: tuple[str, str, float] | None = None
@@ -123,18 +127,24 @@ class Recorder:
         region = self._enter()
         written = operator.written_tensors(args, kwargs)
         inputs, held = self._inputs(region, tensors_of(args, kwargs))
+        # The first to write an allocation is the one that produces it.
+        first = bool(written) and all(t.untyped_storage()._cdata in self._empty for t in written)
+        self._empty.difference_update(t.untyped_storage()._cdata for t in written)
         overwrites = tuple(
             value for t in written if (value := self._value(region, t, known_only=True)) is not None
         )
         # Gradient buffers and the like: memory that was there before the step.
         outside = {t.untyped_storage()._cdata for t in written} - self._producers.keys()
+        outside = set() if first else outside
         timed = _Timed(func, args)
         start = _clock()
         output = handler(operator, timed, args, kwargs)
-        seconds = timed.seconds if timed.seconds is not None else _clock() - start
+        whole = _clock() - start
+        seconds = timed.seconds if timed.seconds is not None else whole
         produced = [t for t in results(operator, output, ()) if isinstance(t, torch.Tensor)]
         ordinal = len(region.operators)
         recomputed = self._in_block()
+        collective = operator.kind is Kind.COLLECTIVE
         for tensor in produced:
             storage = tensor.untyped_storage()
             if storage._cdata not in outside:
@@ -143,9 +153,38 @@ class Recorder:
         size = sum(t.numel() * t.element_size() for t in (produced or written))
         integer = operator.kind is Kind.SCALAR or any(not t.is_floating_point() for t in produced)
         region.operators.append(
-            _Seen(operator, seconds, size, held, inputs, overwrites, integer, recomputed)
+            _Seen(
+                operator,
+                seconds,
+                None if recomputed or collective else whole - seconds,
+                size,
+                held,
+                inputs,
+                () if first else overwrites,
+                operator.mutating and not first,
+                integer,
+                recomputed,
+            )
         )
         return output
+
+    def allocated(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Memory without a value, which an operator will write."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._empty.add(storage._cdata)
+            self._weak.append(storage._weak_ref())
+
+    def stepped(self, seconds: float, check: float) -> None:
+        """The optimizer has stepped some parameters, twice.
+
+        Args:
+            seconds: Of the step itself.
+            check: Of the second one, with the copies and the comparison.
+        """
+        self._enter().operators.append(
+            _Seen(_STEP, seconds, check, 0, 0, (), (), True, False, False)
+        )
 
     def window_opens(self, kind: str, name: str) -> None:
         """The rank begins to wait."""
@@ -171,6 +210,7 @@ class Recorder:
         self._steps, self._waiting = [], []
         self._region = self._previous = None
         self._producers.clear()
+        self._empty.clear()
         for weak in self._weak:
             torch.UntypedStorage._free_weak_ref(weak)
         self._weak.clear()
@@ -240,6 +280,8 @@ class Recorder:
         ):
             phase, value = before.phase, producer[1]
         self._local[key] = len(region.externals)
+        # Kept from being taken for another value, were its memory to be used again.
+        self._weak.append(storage._weak_ref())
         region.externals.append(data.External(bytes=storage.nbytes(), phase=phase, value=value))
         return ~self._local[key]
 
@@ -327,17 +369,19 @@ def _template(regions: Sequence[_Region]) -> data.Template:
     operators = []
     for i, seen in enumerate(first.operators):
         times = [region.operators[i].seconds for region in regions]
+        checks = [c for region in regions if (c := region.operators[i].check) is not None]
         operator = seen.operator
         operators.append(
             data.Operator(
                 name=operator.name,
                 **_middle(times),
+                check=statistics.median(checks) if checks else None,
                 written=seen.written,
                 held=seen.held,
                 inputs=seen.inputs,
-                overwrites=seen.overwrites if operator.mutating else (),
+                overwrites=seen.overwrites if seen.mutating else (),
                 recomputed=seen.recomputed,
-                mutating=operator.mutating,
+                mutating=seen.mutating,
                 random=operator.random,
                 integer=seen.integer,
                 collective=operator.kind is Kind.COLLECTIVE,

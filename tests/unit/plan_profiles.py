@@ -22,7 +22,9 @@ from sparetrain_megatron.plan import (
     Template,
     Window,
 )
+from sparetrain_megatron.plan.fine import can_defer, worth_deferring
 from sparetrain_megatron.plan.plan import Why
+from sparetrain_megatron.plan.timeline import Timeline
 
 MB = 1 << 20
 
@@ -188,6 +190,21 @@ def verify(profile: Profile, plan: Plan, budget: int) -> None:
     used = [0.0] * len(windows)
     critical = 0.0
     blocks: set[tuple] = set()
+    stretches = Timeline(profile, plan.window_use).stretches
+    phases = {  # of the block that each step is part of
+        index: [profile.templates[t].phase for t in stretch.templates]
+        for stretch in stretches
+        for index in range(stretch.first, stretch.last + 1)
+    }
+    firsts = {i: s.first for s in stretches for i in range(s.first, s.last + 1)}
+    regions: dict[int, dict[tuple[str, int], int]] = {}  # of each block: operators by (phase, nth)
+    for stretch in stretches:
+        here = regions[stretch.first] = {}
+        for t in stretch.templates:
+            phase = profile.templates[t].phase
+            nth = sum(other == phase for other, _ in here)
+            here[phase, nth] = len(profile.templates[t].operators)
+    recorded = 0
     early = profile.recompute_stops_early
     for (index, run), row in zip(runs, plan.rows):
         template = profile.templates[run.template]
@@ -219,6 +236,19 @@ def verify(profile: Profile, plan: Plan, budget: int) -> None:
                     joins = bisect.bisect_right(moments, (index, ordinal, math.inf))
                     for moment in range(joins, opens[one.window.ordinal] + 1):
                         singles[moment] += operator.held
+        alone = [one for one in assignments if one.why is Why.SINGLE]
+        if alone and not row.segments and "recompute" not in phases[index]:
+            # Outside of checkpointed blocks a region is recorded as a whole.
+            recorded += sum(
+                one.method.deferred is False
+                and not (
+                    one.method is Method.NAIVE
+                    and can_defer(operator)
+                    and worth_deferring(operator, profile.costs)
+                    and operator.held <= plan.totals.planned_budget
+                )
+                for operator, one in zip(template.operators, assignments)
+            )
         for use in row.segments:
             segment = plan.segments[use.segment]
             here = [part for part in segment.parts if part.phase == template.phase]
@@ -231,6 +261,13 @@ def verify(profile: Profile, plan: Plan, budget: int) -> None:
             # The block's first region holds; the others name the same segment.
             if (run.microbatch, run.layer, use) not in blocks:
                 blocks.add((run.microbatch, run.layer, use))
+                touched = segment.operators
+                if "recompute" not in phases[index]:
+                    parts = {(part.phase, part.visit) for part in segment.parts}
+                    touched = sum(
+                        size for place, size in regions[firsts[index]].items() if place in parts
+                    )
+                recorded += touched
                 used[use.window] += segment.replay
                 transient[step] = max(transient[step], segment.transient)
                 for place in range(index, step + 1):
@@ -251,9 +288,7 @@ def verify(profile: Profile, plan: Plan, budget: int) -> None:
     for use in plan.windows:
         assert use.used == pytest.approx(used[use.ordinal])
     if not profile.costs.fingerprint:
-        recorded = sum(
-            plan.segments[use[-1].segment].operators * profile.costs.record for use in blocks
-        )
+        recorded *= profile.costs.record
         assert critical + recorded == pytest.approx(totals.critical_seconds)
     assert totals.critical_seconds == pytest.approx(sum(totals.critical.values()))
     assert sum(totals.operators.values()) == profile.operator_count()

@@ -215,7 +215,7 @@ def test_writes_stay_naive_or_inside():
 
 
 def test_what_is_not_worth_recording_stays_naive():
-    profile = worked_example().model_copy(update={"costs": Costs(record=2.5)})
+    profile = worked_example().model_copy(update={"costs": Costs(record=2)})
     made = plan(profile, budget=30, window_use=1.0)
     methods = by_name(made)
     assert methods["C"] == methods["E"] == ("naive", None)
