@@ -22,6 +22,7 @@ class Recording:
     """Methods of :class:`~sparetrain_megatron.dmr.engine.Engine`, in a file of their own."""
 
     tape: Tape | None
+    passes: list[Any]
     closed: list[Tape]
     binding: dict[Source, Fingerprint] | None
     waited: float
@@ -47,6 +48,32 @@ class Recording:
             self.close_tape()
             self.tape = Tape(self.position, self.deferred.constants)
             self.tape.bindable = False
+
+    @contextlib.contextmanager
+    def between_tapes(self) -> Iterator[None]:
+        """What runs inside is no part of the open tape, which ends; after it another begins."""
+        resume = self.tape is not None
+        self.close_tape()
+        try:
+            yield
+        finally:
+            self.close_tape()
+            if resume:
+                self.open_tape()
+
+    @contextlib.contextmanager
+    def beside_tape(self) -> Iterator[None]:
+        """What runs inside is checked by itself, and the open tape goes on after it.
+
+        For what neither reads what the tape has produced nor writes what it has read, such as the
+        gathering of parameters.
+        """
+        tape, passes = self.tape, self.passes
+        self.tape, self.passes = None, []
+        try:
+            yield
+        finally:
+            self.tape, self.passes = tape, passes
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..dmr.engine import Engine
-from ..dmr.window import Waiter
+from ..dmr.window import Windows
 from ..patching import Patches
 
 
@@ -26,7 +26,7 @@ class Pipeline:
         from megatron.core.pipeline_parallel import p2p_communication
 
         self._engine = engine
-        self._waiter: Waiter | None = None
+        self._windows = Windows(engine)
         self._configs: dict[int, Any] = {}
         owner = p2p_communication.P2PCommunicator
         original = owner._communicate
@@ -50,7 +50,8 @@ class Pipeline:
                 return previous, following, requests
             values = requests.values() if isinstance(requests, dict) else requests
             name = "+".join(requests) if isinstance(requests, dict) else "p2p"
-            self._wait(communicator.pp_group, name, [r for r in values or () if r is not None])
+            waiting = [r for r in values or () if r is not None]
+            self._windows.wait(waiting, communicator.pp_group, name)
             return previous, following, None
 
         return communicate
@@ -62,21 +63,6 @@ class Pipeline:
             found = self._configs[id(config)] = copy.copy(config)
             found.batch_p2p_comm = False
         return found
-
-    def _wait(self, group: Any, name: str, requests: list[Any]) -> None:
-        if not requests:
-            return
-        crosses = self._engine.collectives.spans_hosts(group)
-        self._engine.window_opens("inter" if crosses else "intra", name)
-        if not self._engine.deferred:
-            for request in requests:
-                request.wait()
-        else:
-            self._waiter = self._waiter or Waiter()
-            done, finish = self._waiter.start(requests)
-            self._engine.deferred.serve(done.is_set)
-            finish()
-        self._engine.window_closes()
 
 
 def receives_first(issue: Any) -> Any:

@@ -26,12 +26,13 @@ from .. import protection
 from ..config import SparetrainConfig
 from ..dmr.engine import UnprotectedOperator, Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
+from ..planning import Planning
 from ..report.terminal import say
 from . import metrics, transformer_engine
 from .experts import Experts
+from .identity import identity, plans_for_stage
 from .optimizer import Discarded, OptimizerHooks
 from .pipeline import Pipeline
-from .planning import Planning
 from .preflight import check, megatron_version
 from .recompute import Recompute
 from .regions import Regions
@@ -133,7 +134,14 @@ class Protection(protection.Protection):
         self.open_reports(self.config.directory(args.save))
         if self.config.defers:
             directory = self.config.directory(args.save)
-            self.planning = Planning(engine, self.config, self._recompute.layers, args, directory)
+            self.planning = Planning(
+                engine,
+                self.config,
+                self._recompute.layers,
+                identity(args),
+                directory,
+                leads=plans_for_stage(),
+            )
 
     def _optimizer_chunk(self) -> int:
         """On a CPU a chunk that stays in the caches is stepped twice in less time."""

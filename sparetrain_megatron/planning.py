@@ -9,20 +9,21 @@ profiled anew.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..config import SparetrainConfig, parse_size
-from ..dmr.engine import Engine
-from ..dmr.strategy import Immediate, Method
-from ..errors import UsageError
-from ..plan import Identity, Plan, load_plans, save_plans
-from ..plan import plan as make_plan
-from ..profiler import Recorder
-from ..report.terminal import say
+from .config import FLAGS, SparetrainConfig, parse_size
+from .dmr.engine import Engine
+from .dmr.strategy import Immediate, Method
+from .errors import UsageError
+from .plan import Identity, Plan, load_plans, save_plans
+from .plan import plan as make_plan
+from .profiler import Recorder
+from .report.terminal import say
 
 DRIFT = 0.35
 """Windows this much shorter or longer than planned, over several iterations, call for a new plan.
@@ -77,8 +78,10 @@ class Planning:
         engine: This rank's engine.
         config: Mode, plan file, number of iterations, memory budget.
         layers: See :class:`Planned`; filled by the recompute's wrapper as blocks run.
-        args: Megatron's arguments.
+        identity: What a plan depends on.
         directory: Where profiles and the plan go.
+        leads: Whether this rank plans for its stage; true on one rank of each.
+        spell: How the user writes a field of the configuration.
     """
 
     def __init__(
@@ -86,21 +89,23 @@ class Planning:
         engine: Engine,
         config: SparetrainConfig,
         layers: dict[tuple[int, int], int],
-        args: Any,
+        identity: Identity,
         directory: Path,
+        *,
+        leads: bool,
+        spell: Callable[[str], str] = FLAGS.__getitem__,
     ) -> None:
         self._engine = engine
         self._config = config
         self._layers = layers
         self._directory = directory
-        self._identity = identity(args)
+        self._identity = identity
         self._budget = budget_bytes(config, engine.device)
         self._recorder: Recorder | None = None
         self._expected = 0.0
         self._ratios: list[float] = []
         self.plan: Plan | None = None
-        self.leads = False
-        """Whether this rank plans for its stage."""
+        self.leads = leads
         engine.deferred.budget = self._budget
         engine.waits_together = True
         if not self._budget:
@@ -110,7 +115,7 @@ class Planning:
             plan = plans.get(engine.position.stage)
             if plan is None:
                 raise UsageError(
-                    f"--sparetrain-plan {config.plan}: has no plan for pipeline stage "
+                    f"{spell('plan')} {config.plan}: has no plan for pipeline stage "
                     f"{engine.position.stage}"
                 )
             plan.refuse_unless_for(self._identity)
@@ -156,20 +161,13 @@ class Planning:
 
     def _make(self) -> Plan:
         """Plans; collective over the world."""
-        from megatron.core import parallel_state
-
         engine, recorder = self._engine, self._recorder
         assert recorder is not None
         rank, stage = engine.position.rank, engine.position.stage
         profile = recorder.profile(self._identity, rank, stage)
         profile.save(self._directory / f"profile.rank{rank}.json")
-        leads = (
-            parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        )
-        self.leads = leads
         mine = None
-        if leads:
+        if self.leads:
             mine = make_plan(profile, self._budget, self._config.mode)
         everyone: list[Any] = [None] * dist.get_world_size()
         with engine.paused():
@@ -216,48 +214,3 @@ def budget_bytes(config: SparetrainConfig, device: torch.device) -> int:
     if not cuda:
         return HOST_BUDGET
     return int(0.8 * max(0, total - torch.cuda.max_memory_reserved(device)))
-
-
-def identity(args: Any) -> Identity:
-    """What a plan depends on, from Megatron's arguments."""
-    from megatron.core import __version__
-
-    def of(*names: str) -> dict[str, Any]:
-        return {name: getattr(args, name, None) for name in names}
-
-    return Identity(
-        megatron=str(__version__),
-        model=of(
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "seq_length",
-            "micro_batch_size",
-            "num_experts",
-            "bf16",
-            "swiglu",
-            "normalization",
-            "position_embedding_type",
-        ),
-        layout={
-            **of(
-                "world_size",
-                "pipeline_model_parallel_size",
-                "virtual_pipeline_model_parallel_size",
-                "tensor_model_parallel_size",
-                "expert_model_parallel_size",
-                "context_parallel_size",
-                "global_batch_size",
-            )
-        },
-        flags=of(
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-            "sequence_parallel",
-            "use_distributed_optimizer",
-            "overlap_grad_reduce",
-        ),
-    )
