@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .config import FLAGS, SparetrainConfig, parse_size
 from .dmr.engine import Engine
-from .dmr.strategy import Immediate, Method
+from .dmr.strategy import Immediate, Method, Strategy
 from .errors import UsageError
 from .plan import Identity, Plan, load_plans, save_plans
 from .plan import plan as make_plan
@@ -127,6 +127,12 @@ class Planning:
     def profiling(self) -> bool:
         return self._recorder is not None
 
+    def follow(self, strategy: Strategy) -> None:
+        """Defers as a strategy says, whatever a plan would."""
+        self._recorder = self._engine.observer = None
+        self._expected = 0.0
+        self._engine.strategy = strategy
+
     def _profile(self) -> None:
         self._engine.strategy = Immediate()
         engine = self._engine
@@ -201,6 +207,15 @@ class Planning:
             if self._engine.position.rank == 0:
                 say("windows have drifted from the plan's: profiling again")
             self._profile()
+
+
+def planned(plan: Plan) -> str:
+    """What a rank tells of its stage's plan."""
+    totals = plan.totals
+    return (
+        f"planned: {totals.overhead:.1%} expected on stage {plan.stage} "
+        f"(floor {totals.floor:.1%}), at most {totals.peak_held / 2**20:,.1f} MiB held"
+    )
 
 
 def budget_bytes(config: SparetrainConfig, device: torch.device) -> int:

@@ -163,6 +163,11 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     torch.manual_seed(5 + rank)
     protection = getattr(engine, "sparetrain", None)
+    if protection is not None and case.get("force"):
+        from sparetrain_megatron.dmr.strategy import Everything
+
+        # Everything is deferred, whether a plan would or not.
+        protection.planning.follow(Everything(**case["force"]))
     seen = None if case.get("pipeline") else rank
     data = batches(0 if seen is None else seen, iterations * accumulation)
     losses, problems = [], []
@@ -200,6 +205,7 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
         "optimizer": _digest(_states(engine)),
         "problems": problems,
         "faults": [] if protection is None else protection.injector.records,
+        "replayed": {} if protection is None else dict(protection.engine.deferred.operators),
     }
     if protection is not None:
         from sparetrain_megatron.deepspeed import close

@@ -27,13 +27,17 @@ from ..dmr.engine import UnprotectedOperator, Verdict
 from ..dmr.operators import vouch
 from ..dmr.optimizer_step import CheckedStep
 from ..errors import EXIT_ABORTED, EXIT_EXHAUSTED, UsageError
+from ..planning import Planning, planned
 from ..protection import Protection
+from ..report.terminal import say
 from .block import spell
 from .checkpointing import Recompute
+from .identity import identity, plans_for_stage
 from .recording import LossTape, Microbatch, NotReplayable, private, tensors_of
 from .refusals import check_checkpointing
 from .regions import Regions
 from .state import Snapshot
+from .windows import Waits
 from .zero import gradients_of
 
 _QUESTIONS = ("mkldnn::_is_mkldnn_bf16_supported", "mkldnn::_is_mkldnn_fp16_supported")
@@ -64,7 +68,8 @@ class DeepSpeedProtection(Protection):
         self._steps: list[CheckedStep] = []
         self._known_mismatches = 0
         self._activity = contextlib.ExitStack()
-        self._started = 0.0
+        self._started = self._waited = 0.0
+        self.planning: Planning | None = None
 
     def spell(self, field: str) -> str:
         return spell(field)
@@ -90,13 +95,25 @@ class DeepSpeedProtection(Protection):
             self._steps.append(step)
             self.patches.replace(optimizer, "step", self._inner_step(step))
         self.recompute = Recompute(engine, self.patches, self.gradients.kept)
-        self._regions = Regions(engine, deepspeed.module)
+        self._regions = Regions(engine, deepspeed.module, self.recompute)
         parameter = next(deepspeed.module.parameters(), None)
         engine.device = deepspeed.device if parameter is None else parameter.device
         if dist.get_world_size() > 1:
             engine.second_device.group = dist.group.WORLD
+        engine.deferred.mark_constants(self.gradients.constants())
         self.wrap()
         self.open_reports(self.config.directory())
+        if self.config.defers:
+            Waits(engine, self.patches)
+            self.planning = Planning(
+                engine,
+                self.config,
+                self.recompute.layers,
+                identity(deepspeed),
+                self.config.directory(),
+                leads=plans_for_stage(deepspeed),
+                spell=spell,
+            )
         deepspeed.sparetrain = self
 
     def wrap(self) -> None:
@@ -157,10 +174,21 @@ class DeepSpeedProtection(Protection):
             self.leave()
             raise
 
+    @contextlib.contextmanager
+    def deferring(self, phase: str) -> Iterator[None]:
+        """What runs inside of one microbatch's phase waits for a window, if the plan says so."""
+        engine = self.engine
+        if engine.strategy.defers_rest(0, engine.position.microbatch or 0, phase):
+            engine.open_tape()
+        try:
+            yield
+        finally:
+            engine.close_tape()
+
     # --- an iteration --------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        self._started = time.perf_counter()
+        self._started, self._waited = time.perf_counter(), self.engine.waited
         check_checkpointing()
         self.engine.begin(self.deepspeed.global_steps + 1, 1)
         self._snapshot = Snapshot(self.deepspeed)
@@ -169,15 +197,30 @@ class DeepSpeedProtection(Protection):
         self.leave()
         self._snapshot = None
         self.statistics.iterations += 1
-        self.statistics.seconds_total += time.perf_counter() - self._started
+        seconds = time.perf_counter() - self._started
+        self.statistics.seconds_total += seconds
+        if self.planning is not None:
+            self.plan(self.planning, seconds, self.engine.waited - self._waited)
         every = self.deepspeed.steps_per_print()
         if every and self.engine.position.iteration % every == 0:
             self.report_interval(speaks=dist.get_rank() == dist.get_world_size() - 1)
+
+    def plan(self, planning: Planning, seconds: float, waited: float) -> None:
+        """An iteration stands: it may have been the last to be profiled."""
+        plan = planning.iteration_ended(seconds, waited)
+        if plan is None:
+            return
+        if planning.leads:
+            self.event("plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump())
+        if self.rank == 0:
+            say(planned(plan))
 
     def restore(self, verdict: Verdict) -> None:
         assert self._snapshot is not None
         self.gradients.discard()
         self._snapshot.restore()
+        if self.planning is not None:
+            self.planning.attempt_discarded()
 
     def resume(self) -> None:
         with self.engine.at(phase="communication", layer=None, microbatch=None):
@@ -274,6 +317,7 @@ class EngineProtection(DeepSpeedProtection):
             outputs = self._run_forward(len(self._microbatches), args, kwargs)
             microbatch.tape = LossTape(outputs, functools.partial(self._direct, microbatch))
             microbatch.originals = microbatch.tape.originals
+            microbatch.inputs = [weakref.ref(t) for t in tensors_of((args, kwargs))]
             self._following.enter_context(microbatch.tape)
             return outputs
 
@@ -281,6 +325,10 @@ class EngineProtection(DeepSpeedProtection):
         position = self.engine.position
         # The loss is computed at the same place.
         position.phase, position.microbatch, position.layer = "forward", number, "embedding"
+        self.recompute.begin_microbatch()
+        self.engine.close_tape()
+        if self.engine.strategy.defers_rest(0, number, "forward"):
+            self.engine.open_tape()  # until the backward begins
         outputs = self._original["forward"](*args, **kwargs)
         position.layer = "head"
         return outputs
@@ -307,7 +355,8 @@ class EngineProtection(DeepSpeedProtection):
             microbatch.boundary = self.deepspeed._is_gradient_accumulation_boundary
         elif not microbatch.obstacle:
             microbatch.obstacle = "more than one backward follows a forward"
-        with self.engine.at(phase="backward", layer="head"):
+        self.engine.close_tape()
+        with self.engine.at(phase="backward", layer="head"), self.deferring("backward"):
             return backward(loss)
 
     def _follow_to(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
@@ -346,6 +395,7 @@ class EngineProtection(DeepSpeedProtection):
             if managed and not deepspeed.is_gradient_accumulation_boundary():
                 self._microbatches[-1].steps.append((args, kwargs))
                 result = original(*args, **kwargs)
+                self._keep_from_loop(self._microbatches[-1])
                 self.leave()
                 return result
             while True:
@@ -359,6 +409,14 @@ class EngineProtection(DeepSpeedProtection):
             self._microbatches.clear()
             self.end_iteration()
             return result
+
+    def _keep_from_loop(self, microbatch: Microbatch) -> None:
+        """What the loop holds it may write, unseen, before the next microbatch."""
+        references = (*microbatch.inputs, *microbatch.originals, microbatch.original_loss)
+        tensors = [reference() for reference in references if reference is not None]
+        self.engine.close_tape()
+        with self.engine.paused():
+            self.engine.deferred.before_write([t for t in tensors if t is not None])
 
     # --- repeating it --------------------------------------------------------------------------
 
@@ -386,7 +444,8 @@ class EngineProtection(DeepSpeedProtection):
                     self.stop(EXIT_EXHAUSTED, verdict, "gradients", str(error))
                 if microbatch.boundary is not None:
                     self.deepspeed.set_gradient_accumulation_boundary(microbatch.boundary)
-                with self.engine.at(phase="backward", layer="head"):
+                self.engine.close_tape()
+                with self.engine.at(phase="backward", layer="head"), self.deferring("backward"):
                     microbatch.backward(loss)
                 new.append(loss)
             with self.engine.paused(), torch.no_grad():

@@ -212,6 +212,7 @@ class Microbatch:
     tape: LossTape | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     obstacle: str = ""
+    inputs: list[Any] = dataclasses.field(default_factory=list)
     originals: list[Any] = dataclasses.field(default_factory=list)
     original_loss: Any = None
     backward: Callable[[torch.Tensor], Any] | None = None
@@ -225,10 +226,16 @@ class Replayed:
 
     The first reading passes the loader's own objects on; a repetition gets copies that were taken
     then.
+
+    Args:
+        source: The loader's iterator.
+        before: Called before the loader goes on, with what it gave out last: it may write there.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, before: Callable[[Any], None] = lambda value: None) -> None:
         self.source = source
+        self._before = before
+        self._last: Any = None
         self._kept: list[Any] = []
         self._next = 0
 
@@ -239,7 +246,8 @@ class Replayed:
         if self._next < len(self._kept):
             value = private(self._kept[self._next])
         else:
-            value = next(self.source)
+            self._before(self._last)
+            value = self._last = next(self.source)
             self._kept.append(private(value))
         self._next += 1
         return value

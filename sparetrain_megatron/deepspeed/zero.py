@@ -56,6 +56,10 @@ class Gradients:
         """Forgets the gradients of an attempt."""
         self.engine.zero_grad()
 
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors whose memory lives through the step anyway."""
+        return list(self.engine.module.parameters())
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Parameters that are gathered inside stay gathered until their backward."""
@@ -159,6 +163,10 @@ class Zero3Gradients(Gradients):
 
     _keeping = False
 
+    def constants(self) -> list[torch.Tensor]:
+        # What is gathered is released again: a pending check that reads it keeps it, and pays.
+        return []
+
     def label(self) -> None:
         super().label()
         self._within_phase(self.optimizer, "reduce_ready_partitions_and_remove_grads", "accumulate")
@@ -179,7 +187,7 @@ class Zero3Gradients(Gradients):
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if self._keeping and name == "post_sub_module_forward_function":
                 return None
-            with apart(self._checks):
+            with self._checks.beside_tape():
                 return original(*args, **kwargs)
 
         self._patches.replace(owner, name, wrapper)
@@ -219,16 +227,6 @@ class Zero3Gradients(Gradients):
             zero._reassign_or_swap_out_partitioned_parameters(group)
         if len(zero.persistent_parameters) > 0:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-
-
-@contextlib.contextmanager
-def apart(checks: Engine) -> Iterator[None]:
-    """What runs inside is checked by itself, whatever checkpointed block it runs in."""
-    passes, checks.passes = checks.passes, []
-    try:
-        yield
-    finally:
-        checks.passes = passes
 
 
 def gradients_of(engine: Any, checks: Engine, patches: Patches) -> Gradients:

@@ -26,7 +26,7 @@ from .. import protection
 from ..config import SparetrainConfig
 from ..dmr.engine import UnprotectedOperator, Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
-from ..planning import Planning
+from ..planning import Planning, planned
 from ..report.terminal import say
 from . import metrics, transformer_engine
 from .experts import Experts
@@ -198,11 +198,7 @@ class Protection(protection.Protection):
                     "plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump()
                 )
             if self.rank == 0:
-                say(
-                    f"planned: {plan.totals.overhead:.1%} expected on stage 0 "
-                    f"(floor {plan.totals.floor:.1%}), at most "
-                    f"{plan.totals.peak_held / 2**20:,.1f} MiB held"
-                )
+                say(planned(plan))
 
     def _protect_schedule(self, original: Any) -> Any:
         @functools.wraps(original)
