@@ -5,7 +5,9 @@ a name that was imported before makes no difference.
 
 The reentrant forms run recompute and backward of a block in one call. The others recompute when
 autograd asks for the first of the block's tensors, and the backward goes on from there without a
-frame of its own: it ends where the gradient of one of the block's inputs is used.
+frame of its own: it ends where the gradient of one of the block's inputs is used. There, values may
+leave a block by other ways than its outputs, so that every operator's are compared: such a block is
+checked singly, never as a segment.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class Recompute(Blocks):
             block = self.block(function)
             if isinstance(block, Block):
                 self._end_at_inputs(args)
-                block = _Twice(block, self._recompute(block, contextlib.nullcontext))
-            return original(block, *args)
+                function = _Twice(block, self._recompute(block, contextlib.nullcontext))
+            return original(function, *args)
 
         patches.replace(checkpointing, "non_reentrant_checkpoint", non_reentrant_checkpoint)
         self.non_reentrant = (original, non_reentrant_checkpoint)
@@ -128,14 +130,19 @@ class Recompute(Blocks):
 
 
 class _Twice:
-    """A function whose first call is one function and whose later calls are another."""
+    """A block's function: its first call is the forward, and all others are the recompute."""
 
-    def __init__(self, first: Any, then: Any) -> None:
-        self._next, self._then = first, then
+    def __init__(self, block: Block, recompute: Any) -> None:
+        self._block = block
+        self._recompute = recompute
+        self._ran = False
 
     def __call__(self, *args: Any) -> Any:
-        function, self._next = self._next, self._then
-        return function(*args)
+        if self._ran:
+            return self._recompute(*args)
+        self._ran = True
+        with self._block.first(nested_tensors(args)):
+            return self._block.function(*args)
 
 
 def _both(context_fn: Any, first: Any) -> Any:

@@ -94,7 +94,7 @@ class Block:
     def __init__(self, owner: Blocks, function: Any, place: tuple[int, int], method: str) -> None:
         self._owner = owner
         self._engine = owner.engine
-        self._function = function
+        self.function = function
         self._place = place
         self._method = method
         self._ran = False
@@ -108,7 +108,7 @@ class Block:
             return self.second(*args)
         outputs: list[torch.Tensor] = []
         with self.first(nested_tensors(args), outputs):
-            result = self._function(*args)
+            result = self.function(*args)
             outputs += nested_tensors(result)
         return result
 
@@ -120,8 +120,9 @@ class Block:
 
         Args:
             inputs: The block's.
-            outputs: A list that will hold what the block returns. Without it the block can't be a
-                segment, whose outputs alone are compared.
+            outputs: A list that will hold what the block returns. Without it, or where values may
+                leave the block by other ways, it can't be a segment, whose outputs alone are
+                compared.
         """
         engine = self._engine
         self._ran = True
@@ -148,7 +149,7 @@ class Block:
         before = position.layer
         with engine.at(phase="recompute"):
             if first is None or not engine.is_active:
-                output = self._function(*args, **kwargs)
+                output = self.function(*args, **kwargs)
             else:
                 output = self._compared(first, args, kwargs)
             layer = position.layer
@@ -162,7 +163,7 @@ class Block:
         if self._method == "segment" and engine.binding is None:
             engine.open_tape()
         with engine.within(second):
-            output = self._function(*args, **kwargs)
+            output = self.function(*args, **kwargs)
         if self._method == "segment":
             engine.compare_outputs(first, nested_tensors(output))
         elif self._method == "single":
