@@ -86,7 +86,7 @@ def faults(case: dict[str, Any], mode: str) -> list[str]:
     specs = [
         "iteration=1,rank=0,phase=forward,nth=9,element=5,bit=14",
         "iteration=2,rank=1,phase=backward,nth=11,element=5,bit=14",
-        "iteration=2,rank=0,attempt=2,phase=backward,nth=4,element=5,bit=13",
+        "iteration=2,rank=0,attempt=2,phase=backward,nth=12,element=5,bit=14",
         "iteration=3,rank=1,phase=accumulate,nth=2,element=5,bit=14",
         "iteration=4,rank=0,phase=communication,nth=1,element=5,bit=14",
         "iteration=5,rank=1,phase=optimizer,nth=3,element=5,bit=13",
