@@ -124,6 +124,47 @@ def ds_config(case: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+class Hidden(torch.autograd.Function):
+    """A loss that can't be followed from the outputs, as functions of the user's own can't."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            detached = logits.detach().requires_grad_()
+            loss = cross_entropy(detached, labels)
+            (ctx.gradient,) = torch.autograd.grad(loss, detached)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore
+        return ctx.gradient * gradient, None
+
+
+def hidden_loss(outputs: torch.Tensor, ids: torch.Tensor, labels: Any = None) -> torch.Tensor:
+    """The same loss from what the engine's forward was given: the next tokens are its labels."""
+    return Hidden.apply(outputs, ids.roll(-1, 1))
+
+
+def initialized(case: dict[str, Any], **what: Any) -> Any:
+    """The engine, protected in one of the ways there are."""
+    import deepspeed
+
+    how = case.get("how", "import")
+    if case.get("block") is None or how == "import":
+        return deepspeed.initialize(**what)[0]
+    from sparetrain_megatron import deepspeed as protected
+    from sparetrain_megatron.config import SparetrainConfig
+
+    loss = hidden_loss if case.get("closure") else None
+    if how == "initialize":
+        return protected.initialize(**what, loss=loss)[0]
+    block = what["config"].pop("sparetrain")
+    engine = deepspeed.initialize(**what)[0]
+    assert protected.attached() == []
+    protected.attach(engine, SparetrainConfig(**block), loss=loss)
+    return engine
+
+
 def batches(rank: int, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1000 + rank)
     ids = [torch.randint(VOCAB, (2, LENGTH + 1), generator=generator) for _ in range(number)]
@@ -160,7 +201,7 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
         parameters = split_params_into_different_moe_groups_for_optimizer(
             {"params": list(parameters), "name": "parameters"}
         )
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    engine = initialized(case, model=model, model_parameters=parameters, config=config)
     torch.manual_seed(5 + rank)
     protection = getattr(engine, "sparetrain", None)
     if protection is not None and case.get("force"):
@@ -171,6 +212,8 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
     seen = None if case.get("pipeline") else rank
     data = batches(0 if seen is None else seen, iterations * accumulation)
     losses, problems = [], []
+    total = torch.zeros(())
+    buffers = [torch.empty_like(t) for t in data[0]]
     unread: list[torch.Tensor] = []
     if case.get("pipeline"):
         iterator = iter(data)
@@ -178,7 +221,18 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
             losses.append(engine.train_batch(iterator).item())
     else:
         for i, (ids, labels) in enumerate(data):
-            if case.get("outside"):
+            if case.get("closed_after") == i:
+                from sparetrain_megatron.deepspeed import close
+
+                close()
+            if case.get("static"):
+                # A loader that uses its memory again, by means that no operator is seen of.
+                for buffer, value in zip(buffers, (ids, labels)):
+                    buffer.numpy()[...] = value.numpy()
+                ids, labels = buffers
+            if case.get("hidden"):
+                loss = Hidden.apply(engine(ids), ids.roll(-1, 1))
+            elif case.get("outside"):
                 logits = engine(ids)
                 mask = (labels >= 0).float()
                 loss = (cross_entropy(logits, labels) * mask.sum()) / mask.numel()
@@ -193,14 +247,15 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
                 engine.backward(loss)
             if not case.get("told") or (i + 1) % accumulation == 0:
                 engine.step()
-            # Read when they have been verified.
+            # Read when they have been verified; added up before.
             unread.append(loss)
+            total += loss.detach() / accumulation
             if (i + 1) % accumulation == 0:
                 losses += [value.item() for value in unread]
                 unread.clear()
                 problems += _left_over(engine)
     result = {
-        "losses": losses,
+        "losses": [*losses, total.item()],
         "weights": _digest(_weights(engine)),
         "optimizer": _digest(_states(engine)),
         "problems": problems,

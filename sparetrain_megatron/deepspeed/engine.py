@@ -1,47 +1,22 @@
-"""Protected DeepSpeed engines: attempts, verdicts and rollback around the user's own loop.
-
-    forward, backward (, step)     a microbatch; kept, so that it can be done again
-    step at the boundary
-      verdict "gradients"          dirty: gradients are forgotten, the kept microbatches done again
-      DeepSpeed's step             clipping and copies are repaired on the spot; the inner step has
-                                   its own local rollback
-      verdict "parameters"         repaired from the verified main parameters
-
-A dirty verdict never leaves an iteration in the middle, since the peers would hang.
-"""
+"""An engine whose forward, backward and step the user's loop calls."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..config import SparetrainConfig
-from ..dmr.engine import UnprotectedOperator, Verdict
-from ..dmr.operators import vouch
-from ..dmr.optimizer_step import CheckedStep
-from ..errors import EXIT_ABORTED, EXIT_EXHAUSTED, UsageError
-from ..planning import Planning, planned
-from ..protection import Protection
-from ..report.terminal import say
+from ..dmr.engine import Verdict
+from ..errors import EXIT_EXHAUSTED, UsageError
+from .base import DeepSpeedProtection
 from .block import spell
-from .checkpointing import Recompute
-from .identity import identity, plans_for_stage
+from .following import Follower
 from .recording import LossTape, Microbatch, NotReplayable, private, tensors_of
-from .refusals import check_checkpointing
-from .regions import Regions
-from .state import Snapshot
-from .windows import Waits
-from .zero import gradients_of
-
-_QUESTIONS = ("mkldnn::_is_mkldnn_bf16_supported", "mkldnn::_is_mkldnn_fp16_supported")
-"""Operators that DeepSpeed asks about the machine: without tensors, and so without side effects."""
 
 
 def _standing_for(original: Any, method: Any) -> Any:
@@ -52,229 +27,6 @@ def _standing_for(original: Any, method: Any) -> Any:
     return wrapper
 
 
-class DeepSpeedProtection(Protection):
-    """What all kinds of engines have in common.
-
-    Args:
-        engine: The DeepSpeed engine.
-        config: The run's configuration.
-    """
-
-    def __init__(self, engine: Any, config: SparetrainConfig) -> None:
-        super().__init__(config)
-        self.deepspeed = engine
-        self.loss: Callable[..., Any] | None = None
-        self._snapshot: Snapshot | None = None
-        self._steps: list[CheckedStep] = []
-        self._known_mismatches = 0
-        self._activity = contextlib.ExitStack()
-        self._started = self._waited = 0.0
-        self.planning: Planning | None = None
-
-    def spell(self, field: str) -> str:
-        return spell(field)
-
-    # --- attaching -----------------------------------------------------------------------------
-
-    def attach(self) -> None:
-        """Replaces the methods of this engine that this product has to be part of."""
-        deepspeed, engine = self.deepspeed, self.engine
-        for name in _QUESTIONS:
-            vouch(name)
-        self.protect_compiled_graphs()
-        self.gradients = gradients_of(deepspeed, engine, self.patches)
-        for optimizer in self.gradients.inner():
-            step = CheckedStep(
-                engine,
-                optimizer,
-                optimizer.step,
-                self.config.optimizer_chunk_bytes,
-                self.config.max_rollbacks,
-                self.redo_chunk,
-            )
-            self._steps.append(step)
-            self.patches.replace(optimizer, "step", self._inner_step(step))
-        self.recompute = Recompute(engine, self.patches, self.gradients.kept)
-        self._regions = Regions(engine, deepspeed.module, self.recompute)
-        parameter = next(deepspeed.module.parameters(), None)
-        engine.device = deepspeed.device if parameter is None else parameter.device
-        if dist.get_world_size() > 1:
-            engine.second_device.group = dist.group.WORLD
-        engine.deferred.mark_constants(self.gradients.constants())
-        self.wrap()
-        self.open_reports(self.config.directory())
-        if self.config.defers:
-            Waits(engine, self.patches)
-            self.planning = Planning(
-                engine,
-                self.config,
-                self.recompute.layers,
-                identity(deepspeed),
-                self.config.directory(),
-                leads=plans_for_stage(deepspeed),
-                spell=spell,
-            )
-        deepspeed.sparetrain = self
-
-    def wrap(self) -> None:
-        """Wraps the methods of the engine that a training loop calls."""
-        raise NotImplementedError
-
-    def _inner_step(self, step: CheckedStep) -> Any:
-        def wrapper(closure: Any = None) -> None:
-            # From here on parameters have changed: copies of them follow.
-            self.engine.position.phase = "optimizer"
-            step(closure)
-
-        # Schedulers of torch have put this mark on the method that is replaced.
-        wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        return wrapper
-
-    def close(self) -> None:
-        """Writes the summary (collective) and undoes everything."""
-        from . import hooks
-
-        self.leave()
-        self.write_summary()
-        self.detach()
-        self._regions.remove()
-        if self in hooks._protected:
-            hooks._protected.remove(self)
-        if self.events is not None:
-            self.events.close()
-        del self.deepspeed.sparetrain
-
-    # --- when the checks are on ----------------------------------------------------------------
-
-    def enter(self) -> None:
-        """Operators are checked from now on."""
-        if not self.engine.is_active:
-            self._activity.enter_context(self.engine.active())
-
-    def leave(self) -> None:
-        """Operators pass unchecked until :meth:`enter`."""
-        self._activity.close()
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Does not stay on when an error leaves what runs inside.
-
-        Raises:
-            UsageError: An operator can't be protected, and strict mode refuses it.
-        """
-        try:
-            yield
-        except UnprotectedOperator as error:
-            self.leave()
-            raise UsageError(
-                f"operator {error} can't be executed twice; {spell('strict')}: false trains on "
-                "without protection of it, and counts it"
-            ) from None
-        except BaseException:
-            self.leave()
-            raise
-
-    @contextlib.contextmanager
-    def deferring(self, phase: str) -> Iterator[None]:
-        """What runs inside of one microbatch's phase waits for a window, if the plan says so."""
-        engine = self.engine
-        if engine.strategy.defers_rest(0, engine.position.microbatch or 0, phase):
-            engine.open_tape()
-        try:
-            yield
-        finally:
-            engine.close_tape()
-
-    # --- an iteration --------------------------------------------------------------------------
-
-    def begin_iteration(self) -> None:
-        self._started, self._waited = time.perf_counter(), self.engine.waited
-        check_checkpointing()
-        self.engine.begin(self.deepspeed.global_steps + 1, 1)
-        self._snapshot = Snapshot(self.deepspeed)
-
-    def end_iteration(self) -> None:
-        self.leave()
-        self._snapshot = None
-        self.statistics.iterations += 1
-        seconds = time.perf_counter() - self._started
-        self.statistics.seconds_total += seconds
-        if self.planning is not None:
-            self.plan(self.planning, seconds, self.engine.waited - self._waited)
-        every = self.deepspeed.steps_per_print()
-        if every and self.engine.position.iteration % every == 0:
-            self.report_interval(speaks=dist.get_rank() == dist.get_world_size() - 1)
-
-    def plan(self, planning: Planning, seconds: float, waited: float) -> None:
-        """An iteration stands: it may have been the last to be profiled."""
-        plan = planning.iteration_ended(seconds, waited)
-        if plan is None:
-            return
-        if planning.leads:
-            self.event("plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump())
-        if self.rank == 0:
-            say(planned(plan))
-
-    def restore(self, verdict: Verdict) -> None:
-        assert self._snapshot is not None
-        self.gradients.discard()
-        self._snapshot.restore()
-        if self.planning is not None:
-            self.planning.attempt_discarded()
-
-    def resume(self) -> None:
-        with self.engine.at(phase="communication", layer=None, microbatch=None):
-            self.gradients.reload()
-
-    def apply(self, step: Callable[[], Any]) -> Any:
-        """DeepSpeed's own step, on gradients that have been verified."""
-        engine = self.engine
-        # Some groups have been stepped when others are clipped, so nothing can be taken back as a
-        # whole: a wrong value is replaced where it is found.
-        engine.repairs_all = engine.repairs
-        self._known_mismatches = self.statistics.mismatches
-        try:
-            with engine.at(phase="clip", layer=None, microbatch=None):
-                result = step()
-                self._verify_parameters()
-        finally:
-            engine.repairs_all = False
-        return result
-
-    def _verify_parameters(self) -> None:
-        engine = self.engine
-        for repairs in range(self.config.max_rollbacks + 1):
-            with engine.paused():
-                found = engine.ledger.collect()
-            # On a device the third execution decides unseen.
-            torn = engine.device.type == "cpu" and any(
-                m.method == "naive" and m.wrong == "unknown" for m in found
-            )
-            given_up = any(s.exhausted for s in self._steps) or (torn and engine.repairs)
-            mine = Verdict(True, tuple(found))
-            if found:
-                self.emit_verdict(mine, "optimizer", "repaired" if engine.repairs else "report")
-            # A chunk of the inner step that was repeated has left nothing to collect.
-            new = self.statistics.mismatches > self._known_mismatches
-            if self.config.on_mismatch == "abort" and self.on_any_rank(new):
-                self.stop(EXIT_ABORTED, mine, "optimizer")
-            if self.on_any_rank(given_up):
-                self.stop(EXIT_EXHAUSTED, mine, "optimizer")
-            verdict = engine.verdict()
-            if not self.takes_back(verdict, "parameters"):
-                return
-            if repairs == self.config.max_rollbacks:
-                self.stop(EXIT_EXHAUSTED, verdict, "parameters")
-            self.emit_verdict(verdict, "parameters", "rollback")
-            iteration, attempt = engine.position.iteration, engine.position.attempt
-            self.event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
-            engine.discard()
-            engine.begin(iteration, attempt + 1)
-            engine.repairs_all = engine.repairs
-            with engine.at(phase="optimizer", layer=None):
-                self.gradients.write_parameters()
-
-
 class EngineProtection(DeepSpeedProtection):
     """An engine whose forward, backward and step the user's loop calls."""
 
@@ -282,6 +34,8 @@ class EngineProtection(DeepSpeedProtection):
         super().__init__(engine, config)
         self._microbatches: list[Microbatch] = []
         self._following = contextlib.ExitStack()
+        self._follower = Follower()
+        self._losses = contextlib.ExitStack()
 
     def wrap(self) -> None:
         deepspeed = self.deepspeed
@@ -298,7 +52,13 @@ class EngineProtection(DeepSpeedProtection):
 
     def leave(self) -> None:
         self._following.close()
+        self._losses.close()
         super().leave()
+
+    def end_iteration(self) -> None:
+        super().end_iteration()
+        self._microbatches.clear()
+        self._follower = Follower()
 
     # --- what the loop calls -------------------------------------------------------------------
 
@@ -307,6 +67,7 @@ class EngineProtection(DeepSpeedProtection):
         if not (self.enabled and deepspeed.module.training and torch.is_grad_enabled()):
             return self._original["forward"](*args, **kwargs)
         with self.guarded():
+            self._losses.close()
             self._stop_following("a forward is followed by another one before its backward")
             if not self._microbatches:
                 self.begin_iteration()
@@ -357,12 +118,18 @@ class EngineProtection(DeepSpeedProtection):
             microbatch.obstacle = "more than one backward follows a forward"
         self.engine.close_tape()
         with self.engine.at(phase="backward", layer="head"), self.deferring("backward"):
-            return backward(loss)
+            result = backward(loss)
+        scalars = [t for t in map(_there, microbatch.originals) if t is not None and not t.dim()]
+        self._follower.follow([loss, *scalars])
+        self._losses.close()
+        self._losses.enter_context(self._follower)
+        return result
 
     def _follow_to(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         microbatch.original_loss = weakref.ref(loss)
         tape, microbatch.tape = microbatch.tape, None
         assert tape is not None
+        self._follower.lost |= bool(tape.spoilt)
         if self.loss is not None:
             return
         try:
@@ -390,6 +157,7 @@ class EngineProtection(DeepSpeedProtection):
         if not self._microbatches:
             return original(*args, **kwargs)
         with self.guarded():
+            self._losses.close()
             self._stop_following("no backward follows a forward")
             managed = deepspeed.managed_gradient_accumulation()
             if managed and not deepspeed.is_gradient_accumulation_boundary():
@@ -397,6 +165,7 @@ class EngineProtection(DeepSpeedProtection):
                 result = original(*args, **kwargs)
                 self._keep_from_loop(self._microbatches[-1])
                 self.leave()
+                self._losses.enter_context(self._follower)
                 return result
             while True:
                 verdict = self.engine.verdict()
@@ -405,15 +174,21 @@ class EngineProtection(DeepSpeedProtection):
                 self._refuse_if_not_replayable(verdict)
                 self.rollback(verdict, "gradients")
                 self._replay(verdict)
+                with self.engine.paused():
+                    if not self._follower.set_right():
+                        self.warn(
+                            "the loop has used a loss before it was verified in a way that can't "
+                            "be set right: what it logs of iteration "
+                            f"{self.engine.position.iteration} may be wrong"
+                        )
             result = self.apply(functools.partial(original, *args, **kwargs))
-            self._microbatches.clear()
             self.end_iteration()
             return result
 
     def _keep_from_loop(self, microbatch: Microbatch) -> None:
         """What the loop holds it may write, unseen, before the next microbatch."""
         references = (*microbatch.inputs, *microbatch.originals, microbatch.original_loss)
-        tensors = [reference() for reference in references if reference is not None]
+        tensors = map(_there, references)
         self.engine.close_tape()
         with self.engine.paused():
             self.engine.deferred.before_write([t for t in tensors if t is not None])
@@ -457,6 +232,11 @@ class EngineProtection(DeepSpeedProtection):
     def _correct(originals: list[Any], new: list[torch.Tensor]) -> None:
         """What the loop still holds of the discarded attempt, its loss above all, is set right."""
         for reference, value in zip(originals, new):
-            tensor = reference() if reference is not None else None
+            tensor = _there(reference)
             if tensor is not None and tensor.shape == value.shape:
                 tensor.data.copy_(value.data)
+
+
+def _there(reference: Any) -> torch.Tensor | None:
+    """What a weak reference, if it is one, still refers to."""
+    return None if reference is None else reference()

@@ -7,7 +7,7 @@ from types import MethodType
 from typing import Any
 
 from ..dmr.engine import Verdict
-from .engine import DeepSpeedProtection
+from .base import DeepSpeedProtection
 from .recording import Replayed, tensors_of
 
 
