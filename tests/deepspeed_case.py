@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.deepspeed_watch import Watch, account
+
 VOCAB, WIDTH, LENGTH, HEADS = 64, 32, 16, 4
 
 
@@ -106,7 +108,11 @@ def ds_config(case: dict[str, Any]) -> dict[str, Any]:
         "steps_per_print": 1000,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True},
+            "params": {
+                "lr": 3e-3,
+                "weight_decay": 0.1,
+                "torch_adam": not case.get("cpu_adam"),
+            },
         },
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
         "zero_optimization": zero,
@@ -150,7 +156,7 @@ def initialized(case: dict[str, Any], **what: Any) -> Any:
     import deepspeed
 
     how = case.get("how", "import")
-    if case.get("block") is None or how == "import":
+    if how == "import" or (case.get("block") is None and not case.get("demands")):
         return deepspeed.initialize(**what)[0]
     from sparetrain_megatron import deepspeed as protected
     from sparetrain_megatron.config import SparetrainConfig
@@ -209,6 +215,8 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
         # Everything is deferred, whether a plan would or not.
         protection.planning.follow(Everything(**case["force"]))
+    watch = Watch(engine) if case.get("watch") else None
+    most_held = [0] if protection is None else account(protection.engine.deferred)
     seen = None if case.get("pipeline") else rank
     data = batches(0 if seen is None else seen, iterations * accumulation)
     losses, problems = [], []
@@ -260,8 +268,12 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
         "optimizer": _digest(_states(engine)),
         "problems": problems,
         "faults": [] if protection is None else protection.injector.records,
+        "most_held": most_held[0],
         "replayed": {} if protection is None else dict(protection.engine.deferred.operators),
     }
+    if watch is not None:
+        result["watched"] = watch.counts
+        problems += watch.problems
     if protection is not None:
         from sparetrain_megatron.deepspeed import close
 

@@ -62,6 +62,8 @@ CASES |= {
     for accumulation in (1, 4)
 }
 CASES |= {
+    "cpu_adam_zero2_bf16": {"stage": 2, "offload": True, "cpu_adam": True, "bf16": True},
+    "cpu_adam_zero3": {"stage": 3, "offload": True, "cpu_adam": True, "accumulation": 2},
     "persistent_parameters": {"stage": 3, "persistence": 100000, "accumulation": 2},
     "loss_outside": {"stage": 0, "outside": True, "accumulation": 2},
     "loss_outside_direct": {"stage": 2, "outside": True, "direct": True},
@@ -93,6 +95,9 @@ def faults(case: dict[str, Any], mode: str) -> list[str]:
         "iteration=5,rank=0,phase=clip,nth=2,element=5,bit=13",
         "iteration=6,rank=0,execution=checker,phase=backward,nth=8,element=5,bit=13",
     ]
+    if case.get("cpu_adam"):
+        # One call a parameter: its offloaded part is one.
+        specs = [s.replace("phase=optimizer,nth=3", "operator=adam_update") for s in specs]
     if mode == "full":
         specs.append("iteration=4,attempt=2,rank=1,phase=held,nth=2,element=5,bit=13")
     if case.get("checkpoint") or case.get("interval"):

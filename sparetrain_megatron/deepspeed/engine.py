@@ -119,6 +119,7 @@ class EngineProtection(DeepSpeedProtection):
         self.engine.close_tape()
         with self.engine.at(phase="backward", layer="head"), self.deferring("backward"):
             result = backward(loss)
+        self._keep_from_loop(microbatch)
         scalars = [t for t in map(_there, microbatch.originals) if t is not None and not t.dim()]
         self._follower.follow([loss, *scalars])
         self._losses.close()
@@ -163,7 +164,6 @@ class EngineProtection(DeepSpeedProtection):
             if managed and not deepspeed.is_gradient_accumulation_boundary():
                 self._microbatches[-1].steps.append((args, kwargs))
                 result = original(*args, **kwargs)
-                self._keep_from_loop(self._microbatches[-1])
                 self.leave()
                 self._losses.enter_context(self._follower)
                 return result
@@ -186,10 +186,9 @@ class EngineProtection(DeepSpeedProtection):
             return result
 
     def _keep_from_loop(self, microbatch: Microbatch) -> None:
-        """What the loop holds it may write, unseen, before the next microbatch."""
+        """What the loop holds it may write, unseen, from now on: a batch's memory above all."""
         references = (*microbatch.inputs, *microbatch.originals, microbatch.original_loss)
         tensors = map(_there, references)
-        self.engine.close_tape()
         with self.engine.paused():
             self.engine.deferred.before_write([t for t in tensors if t is not None])
 

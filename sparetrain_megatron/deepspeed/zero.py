@@ -12,6 +12,7 @@ import torch
 from ..dmr.engine import Engine
 from ..errors import UsageError
 from ..patching import Patches
+from . import cpu_adam
 
 _STEP_ALONE = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that step every parameter by itself, as the check of the step needs."""
@@ -72,7 +73,7 @@ class Gradients:
         """Writes the parameters from the verified main parameters again, and gathers them."""
 
     def inner(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers whose step changes the main parameters.
+        """The optimizers whose step changes the main parameters.
 
         Raises:
             UsageError: There is something else.
@@ -85,11 +86,12 @@ class Gradients:
                     f"optimizer {type(self.optimizer).__name__} is not supported with sparetrain: "
                     "it steps no torch optimizer"
                 )
-        if type(optimizer).__name__ not in _STEP_ALONE or not _of_torch(optimizer):
+        known = type(optimizer).__name__ in _STEP_ALONE and _of_torch(optimizer)
+        if not known and not cpu_adam.protect(self._checks, self._patches, optimizer):
             raise UsageError(
                 f"optimizer {type(optimizer).__name__} is not supported with sparetrain: only "
-                f"{', '.join(sorted(_STEP_ALONE))} of torch.optim have been tested with faults; "
-                "optimizer.params.torch_adam: true chooses torch's Adam"
+                f"{', '.join(sorted(_STEP_ALONE))} of torch.optim and DeepSpeedCPUAdam have been "
+                "tested with faults; optimizer.params.torch_adam: true chooses torch's Adam"
             )
         return [optimizer]
 

@@ -13,6 +13,7 @@ import pytest
 
 from sparetrain_megatron.errors import EXIT_USAGE
 from tests.deepspeed_matrix import CASES, protected, unprotected
+from tests.deepspeed_server import run
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
@@ -66,13 +67,9 @@ def test_losses_added_up_before_the_verdict_are_set_right(tmp_path: Path) -> Non
 
 
 def test_initialize_without_a_block() -> None:
-    code = (
-        "from sparetrain_megatron import deepspeed; from torch import nn;"
-        "deepspeed.initialize(model=nn.Linear(2, 2), config={'train_batch_size': 1,"
-        " 'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}}})"
-    )
-    message = _python(code, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
-    assert 'the DeepSpeed configuration has no "sparetrain" block' in message
+    found = run({"how": "initialize", "demands": True})
+    assert found.exit_codes == [EXIT_USAGE, EXIT_USAGE], found.told()
+    assert 'the DeepSpeed configuration has no "sparetrain" block' in found.told()
 
 
 _GUARDED = (
