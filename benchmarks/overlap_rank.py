@@ -308,7 +308,8 @@ def same_path(pipeline: Any, link: EmulatedLink | None) -> None:
             communicator.config = config
         if not wait_on_reqs:
             return previous, following, requests
-        pipeline._wait(communicator.pp_group, "+".join(requests), list(requests.values()))
+        waiting = list(requests.values())
+        pipeline._windows.wait(waiting, communicator.pp_group, "+".join(requests))
         return previous, following, None
 
     owner._communicate = communicate
