@@ -308,8 +308,7 @@ def same_path(pipeline: Any, link: EmulatedLink | None) -> None:
             communicator.config = config
         if not wait_on_reqs:
             return previous, following, requests
-        waiting = list(requests.values())
-        pipeline._windows.wait(waiting, communicator.pp_group, "+".join(requests))
+        pipeline._wait(communicator.pp_group, "+".join(requests), list(requests.values()))
         return previous, following, None
 
     owner._communicate = communicate

@@ -50,8 +50,7 @@ class Pipeline:
                 return previous, following, requests
             values = requests.values() if isinstance(requests, dict) else requests
             name = "+".join(requests) if isinstance(requests, dict) else "p2p"
-            waiting = [r for r in values or () if r is not None]
-            self._windows.wait(waiting, communicator.pp_group, name)
+            self._wait(communicator.pp_group, name, [r for r in values or () if r is not None])
             return previous, following, None
 
         return communicate
@@ -63,6 +62,9 @@ class Pipeline:
             found = self._configs[id(config)] = copy.copy(config)
             found.batch_p2p_comm = False
         return found
+
+    def _wait(self, group: Any, name: str, requests: list[Any]) -> None:
+        self._windows.wait(requests, group, name)
 
 
 def receives_first(issue: Any) -> Any:
