@@ -7,8 +7,8 @@ The modes alternate step by step in the same two processes.
     python benchmarks/overlap_deepspeed.py --case zero1 --json benchmarks/results/FILE.json
 
 Cases: ``zero1`` and ``zero3`` (data parallel; gradients and parameters cross the link) and
-``pipeline`` (two stages; activations cross it). Needs root and iproute2 (`ip`, `tc`). The JSON keeps the other
-cases that are in it already.
+``pipeline`` (two stages; activations cross it). Needs root and iproute2 (`ip`, `tc`). The JSON
+keeps the other cases that are in it already.
 
 What the figures mean:
 

@@ -61,6 +61,7 @@ class LossTape(TorchFunctionMode):
         self._count = 0
         found = tensors_of(outputs)
         self._outputs = [self._know(t) for t in found]
+        self._ends = {t.grad_fn for t in found}
         self.originals = [weakref.ref(t) for t in found]
 
     def _know(self, value: Any) -> int:
@@ -146,6 +147,8 @@ class LossTape(TorchFunctionMode):
         numbers = {i: value for value, i in self._numbers.values()}
         ambiguous = bool(numbers) and self._free_numbers
         self._kept, self._known, self._numbers = [], {}, {}
+        if _of_users(loss.grad_fn, self._ends):
+            obstacle = "the loss goes through an autograd.Function in Python"
         if index is None:
             obstacle = obstacle or "the loss is not made of the forward's outputs"
         if obstacle or index is None:
@@ -178,6 +181,23 @@ def writes(function: Any) -> bool:
     """Whether a torch function changes its first argument, by its name."""
     name = getattr(function, "__name__", "")
     return name in _IN_PLACE or name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__")
+
+
+def _of_users(node: Any, ends: set[Any]) -> bool:
+    """Whether a Python function is in the graph behind a node, up to ``ends``.
+
+    What such a function does is not seen, or seen as what it does inside.
+    """
+    seen, left = set(ends) | {None}, [node]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
 
 
 def _decode(value: Any, values: dict[int, Any]) -> Any:
