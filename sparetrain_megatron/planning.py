@@ -137,7 +137,10 @@ class Planning:
         self._engine.strategy = Immediate()
         engine = self._engine
         self._recorder = Recorder(
-            engine.position, engine.deferred.constants, lambda: bool(engine.passes)
+            engine.position,
+            engine.deferred.constants,
+            lambda: bool(engine.passes),
+            lambda: engine.beside,
         )
         self._engine.observer = self._recorder
 

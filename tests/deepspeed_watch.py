@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sparetrain_megatron.dmr.tape import _refs
+
 _COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -52,7 +54,13 @@ class Watch:
             optimizer.step = functools.wraps(original)(self._drained(original))
 
     def _around_replays(self) -> None:
-        unit = self._deferred.unit
+        unit, push = self._deferred.unit, self._deferred.push
+
+        def pushed(tape: Any) -> None:
+            self._check(tape)
+            push(tape)
+
+        self._deferred.push = pushed
 
         def watched() -> bool:
             before = self._state()
@@ -62,21 +70,31 @@ class Watch:
             finally:
                 self._replaying = False
                 self.counts["replays"] += 1
-                if self._state() != before:
-                    self.problems.append("a replay changed parameters or gradients")
+                for (name, old), (_, new) in zip(before, self._state()):
+                    if old != new:
+                        self.problems.append(f"a replay changed {name}: {old} -> {new}")
 
         self._deferred.unit = watched
 
-    def _state(self) -> list[Any]:
+    def _state(self) -> list[tuple[str, Any]]:
         """Where parameters and gradients are, and whether they are gathered."""
         found = []
-        for parameter in self._engine.module.parameters():
+        for name, parameter in self._engine.module.named_parameters():
             status = getattr(parameter, "ds_status", None)
             self.counts["released"] += str(status).endswith("NOT_AVAILABLE")
-            gradient = parameter.grad
-            place = None if gradient is None else (gradient.data_ptr(), gradient._version)
-            found.append((status, parameter.data.data_ptr(), parameter._version, place))
+            gradient = None if parameter.grad is None else parameter.grad.data_ptr()
+            found.append((name, (status, parameter.data.data_ptr(), gradient)))
         return found
+
+    def _check(self, tape: Any) -> None:
+        """A replay calls operators alone, and writes nothing but what it has produced itself."""
+        for entry in tape.entries:
+            if getattr(entry.func, "namespace", "") not in ("aten", "prims"):
+                self.problems.append(f"a tape has {entry.func}")
+            for position, _ in entry.operator.written:
+                for ref in _refs(entry.args[position] if position < len(entry.args) else None):
+                    if tape.held[ref.slot] is not None:
+                        self.problems.append(f"{entry.operator.name} writes what is held")
 
     def _hook(self, name: str) -> None:
         self.counts["hooks"] += 1

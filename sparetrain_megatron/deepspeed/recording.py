@@ -149,6 +149,7 @@ class LossTape(TorchFunctionMode):
         self._kept, self._known, self._numbers = [], {}, {}
         if _of_users(loss.grad_fn, self._ends):
             obstacle = "the loss goes through an autograd.Function in Python"
+        self._ends.clear()  # they hold the graph
         if index is None:
             obstacle = obstacle or "the loss is not made of the forward's outputs"
         if obstacle or index is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from . import cpu_adam
 
 _STEP_ALONE = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that step every parameter by itself, as the check of the step needs."""
+
+
+def _gradient(parameter: torch.Tensor, *unused: Any) -> list[torch.Tensor]:
+    return [] if parameter.grad is None else [parameter.grad]
 
 
 def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
@@ -39,16 +43,28 @@ class Gradients:
 
     def label(self) -> None:
         """Has the positions of gradient accumulation and communication told."""
-        self._within_phase(self.engine, "_backward_epilogue", "accumulate")
+        self._accumulates(self.engine, "_backward_epilogue", self._after_backward)
 
-    def _within_phase(self, owner: Any, name: str, phase: str) -> None:
+    def _after_backward(self, *unused: Any) -> list[torch.Tensor]:
+        self._checks.close_tape()
+        return []
+
+    def _accumulates(
+        self, owner: Any, name: str, leaving: Callable[..., list[torch.Tensor]] = lambda *_: []
+    ) -> None:
+        """A method accumulates or reduces gradients: no part of a region that may be deferred.
+
+        Args:
+            leaving: What a recorded region gives away by calling it, from its arguments.
+        """
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self._checks.is_active:
+            checks = self._checks
+            if not checks.is_active:
                 return original(*args, **kwargs)
-            with self._checks.at(phase=phase):
+            with checks.at(phase="accumulate"), checks.beside_tape(leaving(*args)):
                 return original(*args, **kwargs)
 
         self._patches.replace(owner, name, wrapper)
@@ -101,7 +117,7 @@ class Bf16Gradients(Gradients):
 
     def label(self) -> None:
         super().label()
-        self._within_phase(self.optimizer, "update_hp_grads", "accumulate")
+        self._accumulates(self.optimizer, "update_hp_grads")
 
     def discard(self) -> None:
         self.optimizer.clear_lp_grads(set_to_none=True)
@@ -129,7 +145,7 @@ class Zero12Gradients(Gradients):
 
     def label(self) -> None:
         super().label()
-        self._within_phase(self.optimizer, "process_gradients", "accumulate")
+        self._accumulates(self.optimizer, "process_gradients", _gradient)
 
     def discard(self) -> None:
         from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
@@ -171,7 +187,7 @@ class Zero3Gradients(Gradients):
 
     def label(self) -> None:
         super().label()
-        self._within_phase(self.optimizer, "reduce_ready_partitions_and_remove_grads", "accumulate")
+        self._accumulates(self.optimizer, "reduce_ready_partitions_and_remove_grads", _gradient)
         offload = self.optimizer.parameter_offload
         for name in (
             "pre_sub_module_forward_function",

@@ -26,6 +26,7 @@ class Recording:
     closed: list[Tape]
     binding: dict[Source, Fingerprint] | None
     waited: float
+    beside: bool
     _unseen: bool
     _window_opened: float
 
@@ -62,18 +63,26 @@ class Recording:
                 self.open_tape()
 
     @contextlib.contextmanager
-    def beside_tape(self) -> Iterator[None]:
+    def beside_tape(self, leaving: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         """What runs inside is checked by itself, and the open tape goes on after it.
 
-        For what neither reads what the tape has produced nor writes what it has read, such as the
-        gathering of parameters.
+        For what reads and writes nothing of the tape but values that leave it here, such as the
+        gathering of parameters and the reduction of gradients.
+
+        Args:
+            leaving: These values; what runs inside may write them.
         """
-        tape, passes = self.tape, self.passes
-        self.tape, self.passes = None, []
+        if self.tape is not None:
+            self.tape.bindable = False
+            # Not `all`, which would stop at the first that makes the tape end.
+            if False in [self.tape.release(tensor) for tensor in leaving]:
+                self.cut_tape()
+        before = self.tape, self.passes, self.beside
+        self.tape, self.passes, self.beside = None, [], True
         try:
             yield
         finally:
-            self.tape, self.passes = tape, passes
+            self.tape, self.passes, self.beside = before
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
