@@ -40,7 +40,7 @@ class Recompute(Blocks):
         from torch.utils import checkpoint as torch_checkpoint
 
         # Never unseen: autograd itself accumulates gradients, and hooks reduce them.
-        super().__init__(engine, binds=False)
+        super().__init__(engine, binds=False, watches=True)
         self._kept = kept
         for owner, inputs_of in (
             (checkpointing.CheckpointFunction, lambda ctx: ctx.deepspeed_saved_tensors),

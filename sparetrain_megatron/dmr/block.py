@@ -16,6 +16,7 @@ import torch
 
 from .fingerprint import Fingerprint
 from .operators import nested_tensors
+from .side_doors import Watcher
 from .tape import Source
 from .template import Template, make, same_operators
 
@@ -30,17 +31,21 @@ class Blocks:
     Args:
         engine: This rank's engine.
         binds: Whether blocks run unseen once they have a template.
+        watches: Whether blocks may give values away beside their outputs; see ``side_doors.py``.
 
     Attributes:
         chunk: Number of the model chunk whose forward runs.
         index: How many blocks have been checkpointed in the forward of the present microbatch.
         layers: Number of the (last) layer in each block, by (model chunk, index).
+        closed: Whether a block gives away nothing but its outputs, by (model chunk, index).
         templates: Of blocks that are bound, by (model chunk, index); None where one can't be made.
     """
 
-    def __init__(self, engine: Engine, binds: bool = True) -> None:
+    def __init__(self, engine: Engine, binds: bool = True, watches: bool = False) -> None:
         self.engine = engine
         self.binds = binds
+        self.watches = watches
+        self.closed: dict[tuple[int, int], bool] = {}
         self.chunk = 0
         self.index = 0
         self.layers: dict[tuple[int, int], int] = {}
@@ -126,9 +131,9 @@ class Block:
         """
         engine = self._engine
         self._ran = True
-        if outputs is None and self._method == "segment":
+        if self._method == "segment" and not (outputs is not None and self._is_closed()):
             self._method = "single"
-        with engine.between_tapes():
+        with engine.between_tapes(), self._watched(outputs):
             first = None
             if self._method != "naive":
                 key = f"{self._key}@{engine.position.layer}"
@@ -140,6 +145,24 @@ class Block:
                 yield
             engine.close_first_pass(first, outputs or [])
             self._first = first
+
+    def _is_closed(self) -> bool:
+        return not self._owner.watches or self._owner.closed.get(self._place, False)
+
+    @contextlib.contextmanager
+    def _watched(self, outputs: list[torch.Tensor] | None) -> Iterator[None]:
+        """Finds out of a block's first forward whether it may be a segment."""
+        engine, owner = self._engine, self._owner
+        if outputs is None or not owner.watches or self._place in owner.closed:
+            yield
+            return
+        before = engine.observer
+        watcher = engine.observer = Watcher(engine)
+        try:
+            yield
+        finally:
+            engine.observer = before
+        owner.closed[self._place] = watcher.nothing_but(outputs)
 
     def second(self, *args: Any, **kwargs: Any) -> Any:
         """The recompute. A tape that it opens goes on with the backward that follows."""
