@@ -159,8 +159,8 @@ class Run:
 
     def _plan(self) -> Generator[tuple[str, bool], Step, None]:
         """Profiles as every protected run does, and plans for each mode from the same profile."""
-        from sparetrain_megatron.megatron.planning import Planned
         from sparetrain_megatron.plan import Profile, plan
+        from sparetrain_megatron.planning import Planned
 
         protection = self.protection
         yield "profile", False

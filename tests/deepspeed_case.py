@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.deepspeed_watch import Watch, account
+
 VOCAB, WIDTH, LENGTH, HEADS = 64, 32, 16, 4
 
 
@@ -106,7 +108,11 @@ def ds_config(case: dict[str, Any]) -> dict[str, Any]:
         "steps_per_print": 1000,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True},
+            "params": {
+                "lr": 3e-3,
+                "weight_decay": 0.1,
+                "torch_adam": not case.get("cpu_adam"),
+            },
         },
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
         "zero_optimization": zero,
@@ -122,6 +128,47 @@ def ds_config(case: dict[str, Any]) -> dict[str, Any]:
         config["sparetrain"] = case["block"]
     config.update(case.get("config", {}))
     return config
+
+
+class Hidden(torch.autograd.Function):
+    """A loss that can't be followed from the outputs, as functions of the user's own can't."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            detached = logits.detach().requires_grad_()
+            loss = cross_entropy(detached, labels)
+            (ctx.gradient,) = torch.autograd.grad(loss, detached)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore
+        return ctx.gradient * gradient, None
+
+
+def hidden_loss(outputs: torch.Tensor, ids: torch.Tensor, labels: Any = None) -> torch.Tensor:
+    """The same loss from what the engine's forward was given: the next tokens are its labels."""
+    return Hidden.apply(outputs, ids.roll(-1, 1))
+
+
+def initialized(case: dict[str, Any], **what: Any) -> Any:
+    """The engine, protected in one of the ways there are."""
+    import deepspeed
+
+    how = case.get("how", "import")
+    if how == "import" or (case.get("block") is None and not case.get("demands")):
+        return deepspeed.initialize(**what)[0]
+    from sparetrain_megatron import deepspeed as protected
+    from sparetrain_megatron.config import SparetrainConfig
+
+    loss = hidden_loss if case.get("closure") else None
+    if how == "initialize":
+        return protected.initialize(**what, loss=loss)[0]
+    block = what["config"].pop("sparetrain")
+    engine = deepspeed.initialize(**what)[0]
+    assert protected.attached() == []
+    protected.attach(engine, SparetrainConfig(**block), loss=loss)
+    return engine
 
 
 def batches(rank: int, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -160,12 +207,21 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
         parameters = split_params_into_different_moe_groups_for_optimizer(
             {"params": list(parameters), "name": "parameters"}
         )
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    engine = initialized(case, model=model, model_parameters=parameters, config=config)
     torch.manual_seed(5 + rank)
     protection = getattr(engine, "sparetrain", None)
+    if protection is not None and case.get("force"):
+        from sparetrain_megatron.dmr.strategy import Everything
+
+        # Everything is deferred, whether a plan would or not.
+        protection.planning.follow(Everything(**case["force"]))
+    watch = Watch(engine) if case.get("watch") else None
+    most_held = [0] if protection is None else account(protection.engine.deferred)
     seen = None if case.get("pipeline") else rank
     data = batches(0 if seen is None else seen, iterations * accumulation)
     losses, problems = [], []
+    total = torch.zeros(())
+    buffers = [torch.empty_like(t) for t in data[0]]
     unread: list[torch.Tensor] = []
     if case.get("pipeline"):
         iterator = iter(data)
@@ -173,7 +229,18 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
             losses.append(engine.train_batch(iterator).item())
     else:
         for i, (ids, labels) in enumerate(data):
-            if case.get("outside"):
+            if case.get("closed_after") == i:
+                from sparetrain_megatron.deepspeed import close
+
+                close()
+            if case.get("static"):
+                # A loader that uses its memory again, by means that no operator is seen of.
+                for buffer, value in zip(buffers, (ids, labels)):
+                    buffer.numpy()[...] = value.numpy()
+                ids, labels = buffers
+            if case.get("hidden"):
+                loss = Hidden.apply(engine(ids), ids.roll(-1, 1))
+            elif case.get("outside"):
                 logits = engine(ids)
                 mask = (labels >= 0).float()
                 loss = (cross_entropy(logits, labels) * mask.sum()) / mask.numel()
@@ -188,19 +255,25 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
                 engine.backward(loss)
             if not case.get("told") or (i + 1) % accumulation == 0:
                 engine.step()
-            # Read when they have been verified.
+            # Read when they have been verified; added up before.
             unread.append(loss)
+            total += loss.detach() / accumulation
             if (i + 1) % accumulation == 0:
                 losses += [value.item() for value in unread]
                 unread.clear()
                 problems += _left_over(engine)
     result = {
-        "losses": losses,
+        "losses": [*losses, total.item()],
         "weights": _digest(_weights(engine)),
         "optimizer": _digest(_states(engine)),
         "problems": problems,
         "faults": [] if protection is None else protection.injector.records,
+        "most_held": most_held[0],
+        "replayed": {} if protection is None else dict(protection.engine.deferred.operators),
     }
+    if watch is not None:
+        result["watched"] = watch.counts
+        problems += watch.problems
     if protection is not None:
         from sparetrain_megatron.deepspeed import close
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .hooks import Loss, attach, attached, close, finish, install
 
 if TYPE_CHECKING:
-    from .engine import DeepSpeedProtection
+    from .base import DeepSpeedProtection
 
 __all__ = [
     "DeepSpeedProtection",
@@ -60,7 +60,7 @@ def initialize(*args: Any, loss: Loss | None = None, **kwargs: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     if name == "DeepSpeedProtection":
-        from .engine import DeepSpeedProtection
+        from .base import DeepSpeedProtection
 
         return DeepSpeedProtection
     raise AttributeError(name)

@@ -71,3 +71,33 @@ def get_sparetrain_config(param_dict: dict[str, Any]) -> SparetrainConfig | None
     if isinstance(values.get("inject"), str):
         values["inject"] = (values["inject"],)
     return SparetrainConfig.create(values, spell)
+
+
+def without_guard(param_dict: dict[str, Any], protected: bool = False) -> dict[str, Any]:
+    """DeepSpeed's configuration without ``"sparetrain": true`` in ``"zero_optimization"``.
+
+    DeepSpeed lets unknown keys pass at the top level, but not in this section: a process in which
+    nobody takes the key out, since the plugin is not there, is refused.
+
+    Args:
+        protected: There is a configuration from elsewhere.
+
+    Raises:
+        UsageError: Protection is asked for, and there is no block that says how.
+    """
+    section = param_dict.get("zero_optimization")
+    if not isinstance(section, dict) or SPARETRAIN not in section:
+        return param_dict
+    guard = section[SPARETRAIN]
+    if not isinstance(guard, bool):
+        raise UsageError(
+            f"zero_optimization.{SPARETRAIN}: should be true or false, got {guard!r}; the block "
+            "itself belongs to the top level"
+        )
+    if guard and not protected and param_dict.get(SPARETRAIN) is None:
+        raise UsageError(
+            f'zero_optimization.{SPARETRAIN} is true, but there is no "{SPARETRAIN}" block; add '
+            f'"{SPARETRAIN}": {{"enabled": true}} at the top level'
+        )
+    rest = {name: value for name, value in section.items() if name != SPARETRAIN}
+    return {**param_dict, "zero_optimization": rest}

@@ -1,7 +1,13 @@
-"""Checkpointed blocks: the recompute as the second execution of the forward.
+"""DeepSpeed's and torch's checkpointed blocks.
 
-DeepSpeed's and torch's checkpoint functions are met below their names, at what every caller of them
-ends in, so that a name that was imported before makes no difference.
+Their checkpoint functions are met below their names, at what every caller of them ends in, so that
+a name that was imported before makes no difference.
+
+The reentrant forms run recompute and backward of a block in one call. The others recompute when
+autograd asks for the first of the block's tensors, and the backward goes on from there without a
+frame of its own: it ends where the gradient of one of the block's inputs is used. There, values may
+leave a block by other ways than its outputs, so that every operator's are compared: such a block is
+checked singly, never as a segment.
 """
 
 from __future__ import annotations
@@ -11,15 +17,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
+from ..dmr.block import Block, Blocks
 from ..dmr.engine import Engine
 from ..dmr.operators import nested_tensors
-from ..dmr.piggyback import FirstPass
 from ..patching import Patches
 
 
-class Recompute:
+class Recompute(Blocks):
     """Installs the wrappers for one engine.
 
     Args:
@@ -35,11 +39,17 @@ class Recompute:
         from deepspeed.runtime.activation_checkpointing import checkpointing
         from torch.utils import checkpoint as torch_checkpoint
 
-        self._engine = engine
+        # Never unseen: autograd itself accumulates gradients, and hooks reduce them.
+        super().__init__(engine, binds=False, watches=True)
         self._kept = kept
-        for owner in (checkpointing.CheckpointFunction, torch_checkpoint.CheckpointFunction):
-            forward = owner.forward
+        for owner, inputs_of in (
+            (checkpointing.CheckpointFunction, lambda ctx: ctx.deepspeed_saved_tensors),
+            (torch_checkpoint.CheckpointFunction, lambda ctx: ctx.saved_tensors),
+        ):
+            forward, backward = owner.forward, owner.backward
             patches.replace(owner, "forward", staticmethod(self._reentrant(forward)))
+            backward = self.checkpointed_backward(backward, inputs_of)
+            patches.replace(owner, "backward", staticmethod(backward))
         name = "_checkpoint_without_reentrant_generator"
         generator = getattr(torch_checkpoint, name)
         patches.replace(torch_checkpoint, name, self._without_reentrant(generator))
@@ -47,33 +57,44 @@ class Recompute:
 
         @functools.wraps(original)
         def non_reentrant_checkpoint(function: Any, *args: Any) -> Any:
-            return original(self._block(function), *args)
+            block = self.block(function)
+            if isinstance(block, Block):
+                self._end_at_inputs(args)
+                function = _Twice(block, self._recompute(block, contextlib.nullcontext))
+            return original(function, *args)
 
         patches.replace(checkpointing, "non_reentrant_checkpoint", non_reentrant_checkpoint)
         self.non_reentrant = (original, non_reentrant_checkpoint)
 
-    def _block(self, function: Any) -> Any:
-        if self._engine.is_active and self._engine.piggyback:
-            return Block(self._engine, function)
-        return function
-
     def _reentrant(self, forward: Any) -> Any:
         @functools.wraps(forward)
         def wrapper(ctx: Any, run_function: Any, *args: Any) -> Any:
-            return forward(ctx, self._block(run_function), *args)
+            return forward(ctx, self.block(run_function), *args)
 
         return wrapper
 
-    def _whole(self, block: Block) -> Any:
+    def _recompute(self, block: Block, kept: Any) -> Any:
         def recompute(*args: Any, **kwargs: Any) -> Any:
-            with self._kept():
+            self.engine.close_tape()
+            with kept():
                 return block.second(*args, **kwargs)
 
         return recompute
 
-    def _without_reentrant(self, generator: Any) -> Any:
-        engine = self._engine
+    def _end_at_inputs(self, inputs: Any) -> None:
+        """Has a block's backward end where it gives a gradient back."""
+        microbatch = self.engine.position.microbatch
 
+        def ended(gradients: Any) -> None:
+            self.engine.close_tape()
+            if self.engine.strategy.defers_rest(0, microbatch or 0, "backward", "embedding"):
+                self.engine.open_tape()
+
+        for tensor in nested_tensors(inputs):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(ended)
+
+    def _without_reentrant(self, generator: Any) -> Any:
         @functools.wraps(generator)
         def wrapper(
             fn: Any,
@@ -85,14 +106,15 @@ class Recompute:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            if engine.is_active and engine.piggyback:
-                block = Block(engine, fn)
+            block = self.block(fn)
+            if isinstance(block, Block):
                 inputs = nested_tensors((*args, *kwargs.values()))
+                self._end_at_inputs(inputs)
                 context_fn = _both(context_fn, lambda: block.first(inputs))
                 # The function itself is called again for the recompute alone. It has to run to its
                 # end: an early stop would leave its last operators without a second execution.
                 # The backward of its last module has begun already, and so has what that gathers.
-                fn, early_stop = self._whole(block), False
+                fn, early_stop = self._recompute(block, self._kept), False
             return generator(
                 fn,
                 preserve_rng_state,
@@ -105,6 +127,22 @@ class Recompute:
             )
 
         return wrapper
+
+
+class _Twice:
+    """A block's function: its first call is the forward, and all others are the recompute."""
+
+    def __init__(self, block: Block, recompute: Any) -> None:
+        self._block = block
+        self._recompute = recompute
+        self._ran = False
+
+    def __call__(self, *args: Any) -> Any:
+        if self._ran:
+            return self._recompute(*args)
+        self._ran = True
+        with self._block.first(nested_tensors(args)):
+            return self._block.function(*args)
 
 
 def _both(context_fn: Any, first: Any) -> Any:
@@ -120,55 +158,3 @@ def _both(context_fn: Any, first: Any) -> Any:
         return entered(), recompute
 
     return contexts
-
-
-class Block:
-    """A checkpointed function: its first call is the forward, its second the recompute."""
-
-    def __init__(self, engine: Engine, function: Any) -> None:
-        self._engine = engine
-        self._function = function
-        self._first: FirstPass | None = None
-        self._ran = False
-        code = getattr(function, "__code__", None)
-        name = getattr(function, "__qualname__", type(function).__name__)
-        self._key = f"{name.split('.<locals>')[0]}:{code.co_firstlineno if code else ''}"
-
-    def __call__(self, *args: Any) -> Any:
-        if self._ran:
-            return self.second(*args)
-        with self.first(nested_tensors(args)):
-            return self._function(*args)
-
-    @contextlib.contextmanager
-    def first(self, inputs: list[torch.Tensor]) -> Iterator[None]:
-        """The forward runs inside."""
-        engine = self._engine
-        self._ran = True
-        first = engine.first_pass(f"{self._key}@{engine.position.layer}", inputs)
-        if first is None:
-            yield
-            return
-        with engine.within(first):
-            yield
-        engine.close_first_pass(first, [])
-        self._first = first
-
-    def second(self, *args: Any, **kwargs: Any) -> Any:
-        """The recompute."""
-        engine = self._engine
-        first, self._first = self._first, None
-        position = engine.position
-        before = position.layer
-        with engine.at(phase="recompute"):
-            if first is None or not engine.is_active:
-                output = self._function(*args, **kwargs)
-            else:
-                second = engine.second_pass(first, nested_tensors((*args, *kwargs.values())))
-                with engine.within(second):
-                    output = self._function(*args, **kwargs)
-                engine.close_second_pass(second)
-            layer = position.layer
-        # The backward of this block follows, and belongs to the layer just recomputed.
-        position.layer = layer if layer is not None else before
-        return output

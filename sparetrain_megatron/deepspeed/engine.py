@@ -1,43 +1,22 @@
-"""Protected DeepSpeed engines: attempts, verdicts and rollback around the user's own loop.
-
-    forward, backward (, step)     a microbatch; kept, so that it can be done again
-    step at the boundary
-      verdict "gradients"          dirty: gradients are forgotten, the kept microbatches done again
-      DeepSpeed's step             clipping and copies are repaired on the spot; the inner step has
-                                   its own local rollback
-      verdict "parameters"         repaired from the verified main parameters
-
-A dirty verdict never leaves an iteration in the middle, since the peers would hang.
-"""
+"""An engine whose forward, backward and step the user's loop calls."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..config import SparetrainConfig
-from ..dmr.engine import UnprotectedOperator, Verdict
-from ..dmr.operators import vouch
-from ..dmr.optimizer_step import CheckedStep
-from ..errors import EXIT_ABORTED, EXIT_EXHAUSTED, UsageError
-from ..protection import Protection
+from ..dmr.engine import Verdict
+from ..errors import EXIT_EXHAUSTED, UsageError
+from .base import DeepSpeedProtection
 from .block import spell
-from .checkpointing import Recompute
+from .following import Follower
 from .recording import LossTape, Microbatch, NotReplayable, private, tensors_of
-from .refusals import check_checkpointing
-from .regions import Regions
-from .state import Snapshot
-from .zero import gradients_of
-
-_QUESTIONS = ("mkldnn::_is_mkldnn_bf16_supported", "mkldnn::_is_mkldnn_fp16_supported")
-"""Operators that DeepSpeed asks about the machine: without tensors, and so without side effects."""
 
 
 def _standing_for(original: Any, method: Any) -> Any:
@@ -48,190 +27,6 @@ def _standing_for(original: Any, method: Any) -> Any:
     return wrapper
 
 
-class DeepSpeedProtection(Protection):
-    """What all kinds of engines have in common.
-
-    Args:
-        engine: The DeepSpeed engine.
-        config: The run's configuration.
-    """
-
-    def __init__(self, engine: Any, config: SparetrainConfig) -> None:
-        super().__init__(config)
-        self.deepspeed = engine
-        self.loss: Callable[..., Any] | None = None
-        self._snapshot: Snapshot | None = None
-        self._steps: list[CheckedStep] = []
-        self._known_mismatches = 0
-        self._activity = contextlib.ExitStack()
-        self._started = 0.0
-
-    def spell(self, field: str) -> str:
-        return spell(field)
-
-    # --- attaching -----------------------------------------------------------------------------
-
-    def attach(self) -> None:
-        """Replaces the methods of this engine that this product has to be part of."""
-        deepspeed, engine = self.deepspeed, self.engine
-        for name in _QUESTIONS:
-            vouch(name)
-        self.protect_compiled_graphs()
-        self.gradients = gradients_of(deepspeed, engine, self.patches)
-        for optimizer in self.gradients.inner():
-            step = CheckedStep(
-                engine,
-                optimizer,
-                optimizer.step,
-                self.config.optimizer_chunk_bytes,
-                self.config.max_rollbacks,
-                self.redo_chunk,
-            )
-            self._steps.append(step)
-            self.patches.replace(optimizer, "step", self._inner_step(step))
-        self.recompute = Recompute(engine, self.patches, self.gradients.kept)
-        self._regions = Regions(engine, deepspeed.module)
-        parameter = next(deepspeed.module.parameters(), None)
-        engine.device = deepspeed.device if parameter is None else parameter.device
-        if dist.get_world_size() > 1:
-            engine.second_device.group = dist.group.WORLD
-        self.wrap()
-        self.open_reports(self.config.directory())
-        deepspeed.sparetrain = self
-
-    def wrap(self) -> None:
-        """Wraps the methods of the engine that a training loop calls."""
-        raise NotImplementedError
-
-    def _inner_step(self, step: CheckedStep) -> Any:
-        def wrapper(closure: Any = None) -> None:
-            # From here on parameters have changed: copies of them follow.
-            self.engine.position.phase = "optimizer"
-            step(closure)
-
-        # Schedulers of torch have put this mark on the method that is replaced.
-        wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        return wrapper
-
-    def close(self) -> None:
-        """Writes the summary (collective) and undoes everything."""
-        from . import hooks
-
-        self.leave()
-        self.write_summary()
-        self.detach()
-        self._regions.remove()
-        if self in hooks._protected:
-            hooks._protected.remove(self)
-        if self.events is not None:
-            self.events.close()
-        del self.deepspeed.sparetrain
-
-    # --- when the checks are on ----------------------------------------------------------------
-
-    def enter(self) -> None:
-        """Operators are checked from now on."""
-        if not self.engine.is_active:
-            self._activity.enter_context(self.engine.active())
-
-    def leave(self) -> None:
-        """Operators pass unchecked until :meth:`enter`."""
-        self._activity.close()
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Does not stay on when an error leaves what runs inside.
-
-        Raises:
-            UsageError: An operator can't be protected, and strict mode refuses it.
-        """
-        try:
-            yield
-        except UnprotectedOperator as error:
-            self.leave()
-            raise UsageError(
-                f"operator {error} can't be executed twice; {spell('strict')}: false trains on "
-                "without protection of it, and counts it"
-            ) from None
-        except BaseException:
-            self.leave()
-            raise
-
-    # --- an iteration --------------------------------------------------------------------------
-
-    def begin_iteration(self) -> None:
-        self._started = time.perf_counter()
-        check_checkpointing()
-        self.engine.begin(self.deepspeed.global_steps + 1, 1)
-        self._snapshot = Snapshot(self.deepspeed)
-
-    def end_iteration(self) -> None:
-        self.leave()
-        self._snapshot = None
-        self.statistics.iterations += 1
-        self.statistics.seconds_total += time.perf_counter() - self._started
-        every = self.deepspeed.steps_per_print()
-        if every and self.engine.position.iteration % every == 0:
-            self.report_interval(speaks=dist.get_rank() == dist.get_world_size() - 1)
-
-    def restore(self, verdict: Verdict) -> None:
-        assert self._snapshot is not None
-        self.gradients.discard()
-        self._snapshot.restore()
-
-    def resume(self) -> None:
-        with self.engine.at(phase="communication", layer=None, microbatch=None):
-            self.gradients.reload()
-
-    def apply(self, step: Callable[[], Any]) -> Any:
-        """DeepSpeed's own step, on gradients that have been verified."""
-        engine = self.engine
-        # Some groups have been stepped when others are clipped, so nothing can be taken back as a
-        # whole: a wrong value is replaced where it is found.
-        engine.repairs_all = engine.repairs
-        self._known_mismatches = self.statistics.mismatches
-        try:
-            with engine.at(phase="clip", layer=None, microbatch=None):
-                result = step()
-                self._verify_parameters()
-        finally:
-            engine.repairs_all = False
-        return result
-
-    def _verify_parameters(self) -> None:
-        engine = self.engine
-        for repairs in range(self.config.max_rollbacks + 1):
-            with engine.paused():
-                found = engine.ledger.collect()
-            # On a device the third execution decides unseen.
-            torn = engine.device.type == "cpu" and any(
-                m.method == "naive" and m.wrong == "unknown" for m in found
-            )
-            given_up = any(s.exhausted for s in self._steps) or (torn and engine.repairs)
-            mine = Verdict(True, tuple(found))
-            if found:
-                self.emit_verdict(mine, "optimizer", "repaired" if engine.repairs else "report")
-            # A chunk of the inner step that was repeated has left nothing to collect.
-            new = self.statistics.mismatches > self._known_mismatches
-            if self.config.on_mismatch == "abort" and self.on_any_rank(new):
-                self.stop(EXIT_ABORTED, mine, "optimizer")
-            if self.on_any_rank(given_up):
-                self.stop(EXIT_EXHAUSTED, mine, "optimizer")
-            verdict = engine.verdict()
-            if not self.takes_back(verdict, "parameters"):
-                return
-            if repairs == self.config.max_rollbacks:
-                self.stop(EXIT_EXHAUSTED, verdict, "parameters")
-            self.emit_verdict(verdict, "parameters", "rollback")
-            iteration, attempt = engine.position.iteration, engine.position.attempt
-            self.event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
-            engine.discard()
-            engine.begin(iteration, attempt + 1)
-            engine.repairs_all = engine.repairs
-            with engine.at(phase="optimizer", layer=None):
-                self.gradients.write_parameters()
-
-
 class EngineProtection(DeepSpeedProtection):
     """An engine whose forward, backward and step the user's loop calls."""
 
@@ -239,6 +34,8 @@ class EngineProtection(DeepSpeedProtection):
         super().__init__(engine, config)
         self._microbatches: list[Microbatch] = []
         self._following = contextlib.ExitStack()
+        self._follower = Follower()
+        self._losses = contextlib.ExitStack()
 
     def wrap(self) -> None:
         deepspeed = self.deepspeed
@@ -255,7 +52,13 @@ class EngineProtection(DeepSpeedProtection):
 
     def leave(self) -> None:
         self._following.close()
+        self._losses.close()
         super().leave()
+
+    def end_iteration(self) -> None:
+        super().end_iteration()
+        self._microbatches.clear()
+        self._follower = Follower()
 
     # --- what the loop calls -------------------------------------------------------------------
 
@@ -264,6 +67,7 @@ class EngineProtection(DeepSpeedProtection):
         if not (self.enabled and deepspeed.module.training and torch.is_grad_enabled()):
             return self._original["forward"](*args, **kwargs)
         with self.guarded():
+            self._losses.close()
             self._stop_following("a forward is followed by another one before its backward")
             if not self._microbatches:
                 self.begin_iteration()
@@ -274,6 +78,7 @@ class EngineProtection(DeepSpeedProtection):
             outputs = self._run_forward(len(self._microbatches), args, kwargs)
             microbatch.tape = LossTape(outputs, functools.partial(self._direct, microbatch))
             microbatch.originals = microbatch.tape.originals
+            microbatch.inputs = [weakref.ref(t) for t in tensors_of((args, kwargs))]
             self._following.enter_context(microbatch.tape)
             return outputs
 
@@ -281,6 +86,8 @@ class EngineProtection(DeepSpeedProtection):
         position = self.engine.position
         # The loss is computed at the same place.
         position.phase, position.microbatch, position.layer = "forward", number, "embedding"
+        self.recompute.begin_microbatch()
+        self.engine.begin_rest(0, number, "forward")  # until the backward begins
         outputs = self._original["forward"](*args, **kwargs)
         position.layer = "head"
         return outputs
@@ -307,13 +114,21 @@ class EngineProtection(DeepSpeedProtection):
             microbatch.boundary = self.deepspeed._is_gradient_accumulation_boundary
         elif not microbatch.obstacle:
             microbatch.obstacle = "more than one backward follows a forward"
-        with self.engine.at(phase="backward", layer="head"):
-            return backward(loss)
+        self.engine.close_tape()
+        with self.engine.at(phase="backward", layer="head"), self.deferring("backward"):
+            result = backward(loss)
+        self._keep_from_loop(microbatch)
+        scalars = [t for t in map(_there, microbatch.originals) if t is not None and not t.dim()]
+        self._follower.follow([loss, *scalars])
+        self._losses.close()
+        self._losses.enter_context(self._follower)
+        return result
 
     def _follow_to(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         microbatch.original_loss = weakref.ref(loss)
         tape, microbatch.tape = microbatch.tape, None
         assert tape is not None
+        self._follower.lost |= bool(tape.spoilt)
         if self.loss is not None:
             return
         try:
@@ -341,12 +156,14 @@ class EngineProtection(DeepSpeedProtection):
         if not self._microbatches:
             return original(*args, **kwargs)
         with self.guarded():
+            self._losses.close()
             self._stop_following("no backward follows a forward")
             managed = deepspeed.managed_gradient_accumulation()
             if managed and not deepspeed.is_gradient_accumulation_boundary():
                 self._microbatches[-1].steps.append((args, kwargs))
                 result = original(*args, **kwargs)
                 self.leave()
+                self._losses.enter_context(self._follower)
                 return result
             while True:
                 verdict = self.engine.verdict()
@@ -355,10 +172,23 @@ class EngineProtection(DeepSpeedProtection):
                 self._refuse_if_not_replayable(verdict)
                 self.rollback(verdict, "gradients")
                 self._replay(verdict)
+                with self.engine.paused():
+                    if not self._follower.set_right():
+                        self.warn(
+                            "the loop has used a loss before it was verified in a way that can't "
+                            "be set right: what it logs of iteration "
+                            f"{self.engine.position.iteration} may be wrong"
+                        )
             result = self.apply(functools.partial(original, *args, **kwargs))
-            self._microbatches.clear()
             self.end_iteration()
             return result
+
+    def _keep_from_loop(self, microbatch: Microbatch) -> None:
+        """What the loop holds it may write, unseen, from now on: a batch's memory above all."""
+        references = (*microbatch.inputs, *microbatch.originals, microbatch.original_loss)
+        tensors = map(_there, references)
+        with self.engine.paused():
+            self.engine.deferred.before_write([t for t in tensors if t is not None])
 
     # --- repeating it --------------------------------------------------------------------------
 
@@ -386,7 +216,8 @@ class EngineProtection(DeepSpeedProtection):
                     self.stop(EXIT_EXHAUSTED, verdict, "gradients", str(error))
                 if microbatch.boundary is not None:
                     self.deepspeed.set_gradient_accumulation_boundary(microbatch.boundary)
-                with self.engine.at(phase="backward", layer="head"):
+                self.engine.close_tape()
+                with self.engine.at(phase="backward", layer="head"), self.deferring("backward"):
                     microbatch.backward(loss)
                 new.append(loss)
             with self.engine.paused(), torch.no_grad():
@@ -398,6 +229,11 @@ class EngineProtection(DeepSpeedProtection):
     def _correct(originals: list[Any], new: list[torch.Tensor]) -> None:
         """What the loop still holds of the discarded attempt, its loss above all, is set right."""
         for reference, value in zip(originals, new):
-            tensor = reference() if reference is not None else None
+            tensor = _there(reference)
             if tensor is not None and tensor.shape == value.shape:
                 tensor.data.copy_(value.data)
+
+
+def _there(reference: Any) -> torch.Tensor | None:
+    """What a weak reference, if it is one, still refers to."""
+    return None if reference is None else reference()

@@ -13,10 +13,10 @@ from ..config import SparetrainConfig
 from ..errors import UsageError
 from ..patching import Patches
 from ..protection import EXIT_BARRIER_SECONDS
-from .block import get_sparetrain_config
+from .block import get_sparetrain_config, without_guard
 
 if TYPE_CHECKING:
-    from .engine import DeepSpeedProtection
+    from .base import DeepSpeedProtection
 
 Loss = Callable[..., Any]
 
@@ -43,6 +43,7 @@ def install(override: SparetrainConfig | None = None, required: bool = False) ->
     if _installed:
         return
     import torch.distributed as dist
+    from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -50,6 +51,13 @@ def install(override: SparetrainConfig | None = None, required: bool = False) ->
         original = owner.__init__
         wrapper = functools.wraps(original)(_made(original, owner, PipelineEngine))
         _patches.replace(owner, "__init__", wrapper)
+    initialize = DeepSpeedConfig._initialize_params
+
+    @functools.wraps(initialize)
+    def _initialize_params(parsed: Any, param_dict: dict[str, Any]) -> Any:
+        return initialize(parsed, without_guard(param_dict, protected=_override is not None))
+
+    _patches.replace(DeepSpeedConfig, "_initialize_params", _initialize_params)
     original_destroy = dist.destroy_process_group
 
     @functools.wraps(original_destroy)

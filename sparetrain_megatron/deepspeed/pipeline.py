@@ -7,8 +7,8 @@ from types import MethodType
 from typing import Any
 
 from ..dmr.engine import Verdict
-from .engine import DeepSpeedProtection
-from .recording import Replayed
+from .base import DeepSpeedProtection
+from .recording import Replayed, tensors_of
 
 
 class Discarded(Exception):
@@ -69,7 +69,7 @@ class PipelineProtection(DeepSpeedProtection):
             if not engine.is_active:
                 return original(schedule)
             source = deepspeed.data_iterator
-            self._data = None if source is None else Replayed(source)
+            self._data = None if source is None else Replayed(source, self._keep_from_loader)
             deepspeed.data_iterator = self._data
             try:
                 while True:
@@ -94,6 +94,11 @@ class PipelineProtection(DeepSpeedProtection):
         if self._data is not None:
             self._data.rewind()
 
+    def _keep_from_loader(self, batch: Any) -> None:
+        """The loader may write a batch's memory again, by means that no operator is seen of."""
+        with self.engine.paused():
+            self.engine.deferred.before_write(tensors_of(batch))
+
     def _instruction(self, method: Any, phase: str) -> Any:
         def instruction(deepspeed: Any, *args: Any, **kwargs: Any) -> Any:
             run = MethodType(method, deepspeed)
@@ -104,7 +109,12 @@ class PipelineProtection(DeepSpeedProtection):
             if phase in self._counts:
                 self._counts[phase] += 1
                 number = self._counts[phase]
-            with self.engine.at(phase=phase, microbatch=number, layer=layer if number else None):
+            if not number:
+                with self.engine.at(phase=phase, microbatch=None, layer=None):
+                    return run(*args, **kwargs)
+            if phase == "forward":
+                self.recompute.begin_microbatch()
+            with self.engine.at(phase=phase, microbatch=number, layer=layer), self.deferring(phase):
                 return run(*args, **kwargs)
 
         return instruction

@@ -49,8 +49,9 @@ class LossTape(TorchFunctionMode):
     def __init__(self, outputs: Any, on_backward: Callable[..., Any]) -> None:
         super().__init__()
         self.off = False
-        self.obstacle = ""
-        """Why it can't be repeated; empty if it can."""
+        self.spoilt: dict[int, Any] = {}
+        """Tensors that are not made of the outputs but were changed by them, and what is made of
+        these: sums for a log, for example."""
         self._on_backward = on_backward
         self._calls: list[_Call] = []
         self._known: dict[int, int] = {}
@@ -60,6 +61,7 @@ class LossTape(TorchFunctionMode):
         self._count = 0
         found = tensors_of(outputs)
         self._outputs = [self._know(t) for t in found]
+        self._ends = {t.grad_fn for t in found}
         self.originals = [weakref.ref(t) for t in found]
 
     def _know(self, value: Any) -> int:
@@ -78,13 +80,19 @@ class LossTape(TorchFunctionMode):
         if func is torch.Tensor.backward:
             return self._on_backward(func, *args, **kwargs)
         values = [*args, *kwargs.values()]
+        if self.spoilt and any(id(t) in self.spoilt for t in tensors_of(values)):
+            result = func(*args, **kwargs)
+            self._spoil(tensors_of(result))
+            return result
         if not self._uses_known(values):
             return func(*args, **kwargs)
         versions = [(t, t._version) for t in tensors_of(values) if id(t) not in self._known]
         encoded, named = self._encode(args), self._encode(kwargs)
         result = func(*args, **kwargs)
-        if any(t._version != version for t, version in versions):
-            self.obstacle = "a tensor that is not made of the outputs is changed in place"
+        changed = [t for t, version in versions if t._version != version]
+        if changed:
+            self._spoil(changed)
+            return result
         if isinstance(result, (bool, int, float)):
             # A number goes its own way from here; that it may come back into the loss is checked
             # when it is computed again.
@@ -94,9 +102,12 @@ class LossTape(TorchFunctionMode):
         results = [self._known.get(id(t), -1) for t in tensors_of(result)]
         if results and any(r < 0 for r in results):
             results = [self._know(t) if r < 0 else r for t, r in zip(tensors_of(result), results)]
-        if results or _writes(func):
+        if results or writes(func):
             self._calls.append(_Call(func, encoded, named, results))
         return result
+
+    def _spoil(self, tensors: list[torch.Tensor]) -> None:
+        self.spoilt.update((id(t), t) for t in tensors)
 
     def _uses_known(self, value: Any) -> bool:
         if isinstance(value, (list, tuple)):
@@ -130,10 +141,15 @@ class LossTape(TorchFunctionMode):
             NotReplayable: It can't be computed again.
         """
         index = self._known.get(id(loss))
-        obstacle, calls, outputs = self.obstacle, self._calls, self._outputs
+        calls, outputs, obstacle = self._calls, self._outputs, ""
+        if id(loss) in self.spoilt:
+            obstacle = "a tensor that is not made of the outputs is changed in place"
         numbers = {i: value for value, i in self._numbers.values()}
         ambiguous = bool(numbers) and self._free_numbers
         self._kept, self._known, self._numbers = [], {}, {}
+        if _of_users(loss.grad_fn, self._ends):
+            obstacle = "the loss goes through an autograd.Function in Python"
+        self._ends.clear()  # they hold the graph
         if index is None:
             obstacle = obstacle or "the loss is not made of the forward's outputs"
         if obstacle or index is None:
@@ -159,9 +175,30 @@ class LossTape(TorchFunctionMode):
         return again
 
 
-def _writes(function: Any) -> bool:
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")}
+
+
+def writes(function: Any) -> bool:
+    """Whether a torch function changes its first argument, by its name."""
     name = getattr(function, "__name__", "")
-    return name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
+    return name in _IN_PLACE or name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__")
+
+
+def _of_users(node: Any, ends: set[Any]) -> bool:
+    """Whether a Python function is in the graph behind a node, up to ``ends``.
+
+    What such a function does is not seen, or seen as what it does inside.
+    """
+    seen, left = set(ends) | {None}, [node]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
 
 
 def _decode(value: Any, values: dict[int, Any]) -> Any:
@@ -212,6 +249,7 @@ class Microbatch:
     tape: LossTape | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     obstacle: str = ""
+    inputs: list[Any] = dataclasses.field(default_factory=list)
     originals: list[Any] = dataclasses.field(default_factory=list)
     original_loss: Any = None
     backward: Callable[[torch.Tensor], Any] | None = None
@@ -225,10 +263,16 @@ class Replayed:
 
     The first reading passes the loader's own objects on; a repetition gets copies that were taken
     then.
+
+    Args:
+        source: The loader's iterator.
+        before: Called before the loader goes on, with what it gave out last: it may write there.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, before: Callable[[Any], None] = lambda value: None) -> None:
         self.source = source
+        self._before = before
+        self._last: Any = None
         self._kept: list[Any] = []
         self._next = 0
 
@@ -239,7 +283,8 @@ class Replayed:
         if self._next < len(self._kept):
             value = private(self._kept[self._next])
         else:
-            value = next(self.source)
+            self._before(self._last)
+            value = self._last = next(self.source)
             self._kept.append(private(value))
         self._next += 1
         return value

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..dmr.block import Blocks
 from ..dmr.engine import Engine
 from .recording import tensors_of
 
@@ -21,10 +22,12 @@ class Regions:
     Args:
         engine: This rank's engine.
         module: The model.
+        blocks: Told which layer ran.
     """
 
-    def __init__(self, engine: Engine, module: torch.nn.Module) -> None:
+    def __init__(self, engine: Engine, module: torch.nn.Module, blocks: Blocks) -> None:
         self._engine = engine
+        self._blocks = blocks
         self._handles: list[Any] = []
         for number, layer in _layers(module):
             self._hook(number, layer)
@@ -47,6 +50,7 @@ class Regions:
             if engine.is_active:
                 self._on_gradient(output, number)
                 if position.phase == "forward":
+                    self._blocks.layer_ran(number)
                     position.layer = "head"
 
         # First before all others: what they fetch belongs to the layer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,9 +12,14 @@ import torch
 from ..dmr.engine import Engine
 from ..errors import UsageError
 from ..patching import Patches
+from . import cpu_adam
 
 _STEP_ALONE = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that step every parameter by itself, as the check of the step needs."""
+
+
+def _gradient(parameter: torch.Tensor, *unused: Any) -> list[torch.Tensor]:
+    return [] if parameter.grad is None else [parameter.grad]
 
 
 def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
@@ -38,16 +43,28 @@ class Gradients:
 
     def label(self) -> None:
         """Has the positions of gradient accumulation and communication told."""
-        self._within_phase(self.engine, "_backward_epilogue", "accumulate")
+        self._accumulates(self.engine, "_backward_epilogue", self._after_backward)
 
-    def _within_phase(self, owner: Any, name: str, phase: str) -> None:
+    def _after_backward(self, *unused: Any) -> list[torch.Tensor]:
+        self._checks.close_tape()
+        return []
+
+    def _accumulates(
+        self, owner: Any, name: str, leaving: Callable[..., list[torch.Tensor]] = lambda *_: []
+    ) -> None:
+        """A method accumulates or reduces gradients: no part of a region that may be deferred.
+
+        Args:
+            leaving: What a recorded region gives away by calling it, from its arguments.
+        """
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self._checks.is_active:
+            checks = self._checks
+            if not checks.is_active:
                 return original(*args, **kwargs)
-            with self._checks.at(phase=phase):
+            with checks.at(phase="accumulate"), checks.beside_tape(leaving(*args)):
                 return original(*args, **kwargs)
 
         self._patches.replace(owner, name, wrapper)
@@ -55,6 +72,10 @@ class Gradients:
     def discard(self) -> None:
         """Forgets the gradients of an attempt."""
         self.engine.zero_grad()
+
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors whose memory lives through the step anyway."""
+        return list(self.engine.module.parameters())
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -68,7 +89,7 @@ class Gradients:
         """Writes the parameters from the verified main parameters again, and gathers them."""
 
     def inner(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers whose step changes the main parameters.
+        """The optimizers whose step changes the main parameters.
 
         Raises:
             UsageError: There is something else.
@@ -81,11 +102,12 @@ class Gradients:
                     f"optimizer {type(self.optimizer).__name__} is not supported with sparetrain: "
                     "it steps no torch optimizer"
                 )
-        if type(optimizer).__name__ not in _STEP_ALONE or not _of_torch(optimizer):
+        known = type(optimizer).__name__ in _STEP_ALONE and _of_torch(optimizer)
+        if not known and not cpu_adam.protect(self._checks, self._patches, optimizer):
             raise UsageError(
                 f"optimizer {type(optimizer).__name__} is not supported with sparetrain: only "
-                f"{', '.join(sorted(_STEP_ALONE))} of torch.optim have been tested with faults; "
-                "optimizer.params.torch_adam: true chooses torch's Adam"
+                f"{', '.join(sorted(_STEP_ALONE))} of torch.optim and DeepSpeedCPUAdam have been "
+                "tested with faults; optimizer.params.torch_adam: true chooses torch's Adam"
             )
         return [optimizer]
 
@@ -95,7 +117,7 @@ class Bf16Gradients(Gradients):
 
     def label(self) -> None:
         super().label()
-        self._within_phase(self.optimizer, "update_hp_grads", "accumulate")
+        self._accumulates(self.optimizer, "update_hp_grads")
 
     def discard(self) -> None:
         self.optimizer.clear_lp_grads(set_to_none=True)
@@ -123,7 +145,7 @@ class Zero12Gradients(Gradients):
 
     def label(self) -> None:
         super().label()
-        self._within_phase(self.optimizer, "process_gradients", "accumulate")
+        self._accumulates(self.optimizer, "process_gradients", _gradient)
 
     def discard(self) -> None:
         from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
@@ -159,9 +181,13 @@ class Zero3Gradients(Gradients):
 
     _keeping = False
 
+    def constants(self) -> list[torch.Tensor]:
+        # What is gathered is released again: a pending check that reads it keeps it, and pays.
+        return []
+
     def label(self) -> None:
         super().label()
-        self._within_phase(self.optimizer, "reduce_ready_partitions_and_remove_grads", "accumulate")
+        self._accumulates(self.optimizer, "reduce_ready_partitions_and_remove_grads", _gradient)
         offload = self.optimizer.parameter_offload
         for name in (
             "pre_sub_module_forward_function",
@@ -179,7 +205,7 @@ class Zero3Gradients(Gradients):
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if self._keeping and name == "post_sub_module_forward_function":
                 return None
-            with apart(self._checks):
+            with self._checks.beside_tape():
                 return original(*args, **kwargs)
 
         self._patches.replace(owner, name, wrapper)
@@ -219,16 +245,6 @@ class Zero3Gradients(Gradients):
             zero._reassign_or_swap_out_partitioned_parameters(group)
         if len(zero.persistent_parameters) > 0:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-
-
-@contextlib.contextmanager
-def apart(checks: Engine) -> Iterator[None]:
-    """What runs inside is checked by itself, whatever checkpointed block it runs in."""
-    passes, checks.passes = checks.passes, []
-    try:
-        yield
-    finally:
-        checks.passes = passes
 
 
 def gradients_of(engine: Any, checks: Engine, patches: Patches) -> Gradients:

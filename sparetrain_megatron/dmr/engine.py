@@ -109,6 +109,8 @@ class Engine(Passes, Recording):
         """Tapes of the present block."""
         self.binding: dict[Source, Fingerprint] | None = None
         """Fingerprints of what leaves the block that runs unseen."""
+        self.beside = False
+        """Whether what runs is no part of a region that could be deferred."""
         self._unseen = False
         self.observer: Observing | None = None
         self.waited = 0.0

@@ -49,10 +49,12 @@ class Recording:
     """Methods of :class:`~sparetrain_megatron.dmr.engine.Engine`, in a file of their own."""
 
     tape: Tape | None
+    passes: list[Any]
     closed: list[Tape]
     binding: dict[Source, Fingerprint] | None
     waited: float
     rest: Callable[[], bool] | None
+    beside: bool
     _unseen: bool
     _window_opened: float
 
@@ -66,10 +68,32 @@ class Recording:
         self.close_tape()
         self.tape = Tape(self.position, self.deferred.constants)
 
-    def resume_tape(self) -> None:
-        """A block with a tape of its own, or with none, has ended; what follows may be deferred."""
-        if self.rest is not None and self.rest():
+    def begin_rest(self, chunk: int, microbatch: int, phase: str) -> None:
+        """From here on what lies outside of blocks waits for a window where the strategy says so.
+
+        Args:
+            chunk: The rank's model chunk.
+            microbatch: Whose forward or backward it is.
+            phase: Which of the two.
+        """
+
+        def deferred() -> bool:
+            return self.strategy.defers_rest(chunk, microbatch, phase, self.position.layer)
+
+        self.close_tape()
+        self.rest = deferred
+        if deferred():
             self.open_tape()
+
+    @contextlib.contextmanager
+    def deferring_rest(self, chunk: int, microbatch: int, phase: str) -> Iterator[None]:
+        """As :meth:`begin_rest`, for what runs inside."""
+        self.begin_rest(chunk, microbatch, phase)
+        try:
+            yield
+        finally:
+            self.close_tape()
+            self.rest = None
 
     def cut_tape(self) -> None:
         """Ends the open tape, if there is one, and begins the next."""
@@ -80,6 +104,40 @@ class Recording:
             self.close_tape()
             self.tape = Tape(self.position, self.deferred.constants)
             self.tape.bindable = False
+
+    @contextlib.contextmanager
+    def between_tapes(self) -> Iterator[None]:
+        """What runs inside is no part of the open tape, which ends; after it another begins."""
+        before = self.tape is not None
+        self.close_tape()
+        try:
+            yield
+        finally:
+            self.close_tape()
+            if self.rest() if self.rest is not None else before:
+                self.open_tape()
+
+    @contextlib.contextmanager
+    def beside_tape(self, leaving: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        """What runs inside is checked by itself, and the open tape goes on after it.
+
+        For what reads and writes nothing of the tape but values that leave it here, such as the
+        gathering of parameters and the reduction of gradients.
+
+        Args:
+            leaving: These values; what runs inside may write them.
+        """
+        if self.tape is not None:
+            self.tape.bindable = False
+            # Not `all`, which would stop at the first that makes the tape end.
+            if False in [self.tape.release(tensor) for tensor in leaving]:
+                self.cut_tape()
+        before = self.tape, self.passes, self.beside
+        self.tape, self.passes, self.beside = None, [], True
+        try:
+            yield
+        finally:
+            self.tape, self.passes, self.beside = before
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:

@@ -126,6 +126,7 @@ class Tape:
         self.bindable = True
         self._slots: dict[int, int] = {}
         self._alive: dict[int, Any] = {}  # weak references to internal storages
+        self._released: set[int] = set()  # internal slots whose memory is no longer the tape's
         self._bases: dict[int, Ref] = {}  # whole-storage geometry of internal slots
         self._partial: dict[int, list[Ref]] = {}  # uninitialised slots: what was written of them
 
@@ -230,6 +231,24 @@ class Tape:
         self.held[slot] = _on_storage(held, held.untyped_storage().clone())
         del self._slots[key]
 
+    def release(self, tensor: torch.Tensor) -> bool:
+        """A value leaves the tape here for good: its memory is somebody else's from now on.
+
+        Returns:
+            False if other values of the tape share its memory, so that the tape has to end.
+        """
+        storage = tensor.untyped_storage()
+        slot = self._slots.get(storage._cdata)
+        if slot is None or slot not in self._alive:
+            return True
+        if not tensor.is_contiguous() or tensor.numel() * tensor.element_size() < storage.nbytes():
+            return False
+        self.mark(tensor)
+        torch.UntypedStorage._free_weak_ref(self._alive.pop(slot))
+        self._released.add(slot)
+        del self._slots[storage._cdata]
+        return True
+
     def close(self, returned: Sequence[torch.Tensor] = ()) -> None:
         """Ends recording: internal values that are still alive leave the tape.
 
@@ -243,7 +262,7 @@ class Tape:
                 if storage is not None and storage.nbytes():
                     self._leave(slot, storage, names.get(storage._cdata))
             torch.UntypedStorage._free_weak_ref(weak)
-        internal = set(self._alive)
+        internal = self._alive.keys() | self._released
         self._slots.clear()
         self._alive = {}
         self._bases.clear()

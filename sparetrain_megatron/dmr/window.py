@@ -5,7 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class Waiter:
@@ -48,3 +51,37 @@ class Waiter:
                 raise errors[0]
 
         return done, finish
+
+
+class Windows:
+    """Serves windows that only waiting can tell the end of.
+
+    Args:
+        engine: This rank's engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waiter: Waiter | None = None
+
+    def wait(self, requests: Sequence[Any], group: Any, name: str) -> None:
+        """Waits until all requests have completed, and serves the window meanwhile.
+
+        Args:
+            requests: What has a ``wait``.
+            group: Whose communication it is.
+            name: ``recv_prev``, ``all_gather``, …
+        """
+        if not requests:
+            return
+        engine = self._engine
+        engine.window_opens("inter" if engine.collectives.spans_hosts(group) else "intra", name)
+        if not engine.deferred:
+            for request in requests:
+                request.wait()
+        else:
+            self._waiter = self._waiter or Waiter()
+            done, finish = self._waiter.start(requests)
+            engine.deferred.serve(done.is_set)
+            finish()
+        engine.window_closes()

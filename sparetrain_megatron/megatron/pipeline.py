@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..dmr.engine import Engine
-from ..dmr.window import Waiter
+from ..dmr.window import Windows
 from ..patching import Patches
 
 
@@ -26,7 +26,7 @@ class Pipeline:
         from megatron.core.pipeline_parallel import p2p_communication
 
         self._engine = engine
-        self._waiter: Waiter | None = None
+        self._windows = Windows(engine)
         self._configs: dict[int, Any] = {}
         owner = p2p_communication.P2PCommunicator
         original = owner._communicate
@@ -64,19 +64,7 @@ class Pipeline:
         return found
 
     def _wait(self, group: Any, name: str, requests: list[Any]) -> None:
-        if not requests:
-            return
-        crosses = self._engine.collectives.spans_hosts(group)
-        self._engine.window_opens("inter" if crosses else "intra", name)
-        if not self._engine.deferred:
-            for request in requests:
-                request.wait()
-        else:
-            self._waiter = self._waiter or Waiter()
-            done, finish = self._waiter.start(requests)
-            self._engine.deferred.serve(done.is_set)
-            finish()
-        self._engine.window_closes()
+        self._windows.wait(requests, group, name)
 
 
 def receives_first(issue: Any) -> Any:

@@ -7,10 +7,8 @@ each layer's output says when its gradients begin.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,7 +61,7 @@ class Regions:
             self._recompute.begin_microbatch(chunk)
             with (
                 engine.at(phase="forward", microbatch=microbatch, layer="embedding"),
-                self._rest(chunk, microbatch, "forward"),
+                engine.deferring_rest(chunk, microbatch, "forward"),
             ):
                 result = original(forward_step_func, data_iterator, model, *args, **kw)
             for tensor in nested_tensors(result[0]):
@@ -82,25 +80,11 @@ class Regions:
             chunk, microbatch = next((t for t in tagged if t), (0, self._finished))
             with (
                 engine.at(phase="backward", microbatch=microbatch, layer="head"),
-                self._rest(chunk, microbatch, "backward"),
+                engine.deferring_rest(chunk, microbatch, "backward"),
             ):
                 return original(input_tensor, output_tensor, *args, **kw)
 
         return backward_step
-
-    @contextlib.contextmanager
-    def _rest(self, chunk: int, microbatch: int, phase: str) -> Iterator[None]:
-        """Defers what lies outside of blocks, where the strategy says so."""
-        engine = self._engine
-
-        def deferred() -> bool:
-            return engine.strategy.defers_rest(chunk, microbatch, phase, engine.position.layer)
-
-        engine.rest = deferred
-        engine.resume_tape()
-        yield
-        engine.close_tape()
-        engine.rest = None
 
     def _layer(self, original: Any) -> Any:
         engine = self._engine

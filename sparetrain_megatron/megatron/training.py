@@ -27,12 +27,13 @@ from .. import protection
 from ..config import SparetrainConfig
 from ..dmr.engine import UnprotectedOperator, Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
+from ..planning import Planning, planned
 from ..report.terminal import say
 from . import metrics, transformer_engine
 from .experts import Experts
+from .identity import identity, plans_for_stage
 from .optimizer import Discarded, OptimizerHooks
 from .pipeline import Pipeline
-from .planning import Planning
 from .preflight import check, megatron_version
 from .recompute import Recompute
 from .regions import Regions
@@ -134,7 +135,14 @@ class Protection(protection.Protection):
         self.open_reports(self.config.directory(args.save))
         if self.config.defers:
             directory = self.config.directory(args.save)
-            self.planning = Planning(engine, self.config, self._recompute.layers, args, directory)
+            self.planning = Planning(
+                engine,
+                self.config,
+                self._recompute.layers,
+                identity(args),
+                directory,
+                leads=plans_for_stage(),
+            )
 
     def _optimizer_chunk(self) -> int:
         """On a CPU a chunk that stays in the caches is stepped twice in less time."""
@@ -196,11 +204,7 @@ class Protection(protection.Protection):
                     "plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump()
                 )
             if self.rank == 0:
-                say(
-                    f"planned: {plan.totals.overhead:.1%} expected on stage 0 "
-                    f"(floor {plan.totals.floor:.1%}), at most "
-                    f"{plan.totals.peak_held / 2**20:,.1f} MiB held"
-                )
+                say(planned(plan))
 
     def _protect_schedule(self, original: Any) -> Any:
         @functools.wraps(original)

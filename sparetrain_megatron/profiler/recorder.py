@@ -98,12 +98,18 @@ class Recorder:
         position: The engine's position, read at every operator.
         constants: Storages that are not held by deferral: parameters.
         in_block: Whether the present operator is in a checkpointed block's forward or recompute.
+        beside: Whether it is one that is never deferred.
     """
 
     def __init__(
-        self, position: Position, constants: set[int], in_block: Callable[[], bool]
+        self,
+        position: Position,
+        constants: set[int],
+        in_block: Callable[[], bool],
+        beside: Callable[[], bool] = lambda: False,
     ) -> None:
         self._in_block = in_block
+        self._beside = beside
         self._position = position
         self._constants = constants
         self._iterations: list[list[_Region | tuple[str, str, float]]] = []
@@ -125,6 +131,8 @@ class Recorder:
     ) -> Any:
         """Has an operator executed and notes it."""
         region = self._enter()
+        if self._beside():
+            return self._at_once(region, handler, operator, func, args, kwargs)
         written = operator.written_tensors(args, kwargs)
         inputs, held = self._inputs(region, tensors_of(args, kwargs))
         # The first to write an allocation is the one that produces it.
@@ -185,6 +193,29 @@ class Recorder:
         self._enter().operators.append(
             _Seen(_STEP, seconds, check, 0, 0, (), (), True, False, False)
         )
+
+    def _at_once(
+        self,
+        region: _Region,
+        handler: Callable[..., Any],
+        operator: Operator,
+        func: Any,
+        args: tuple,
+        kwargs: dict,
+    ) -> Any:
+        """Notes the time of an operator that is no part of the region's data flow."""
+        timed = _Timed(func, args)
+        start = _clock()
+        output = handler(operator, timed, args, kwargs)
+        whole = _clock() - start
+        seconds = timed.seconds if timed.seconds is not None else whole
+        writes = dataclasses.replace(operator, kind=Kind.MUTATING)
+        if operator.kind is Kind.COLLECTIVE:
+            writes = operator
+        mutating, collective = writes.mutating, operator.kind is Kind.COLLECTIVE
+        check = None if collective else whole - seconds
+        region.operators.append(_Seen(writes, seconds, check, 0, 0, (), (), mutating, False, False))
+        return output
 
     def window_opens(self, kind: str, name: str) -> None:
         """The rank begins to wait."""

@@ -1,150 +1,77 @@
 """DeepSpeed: protected training is bitwise the unprotected one, and stays it with faults injected.
 
-Two ranks on gloo; ``tests.deepspeed_case`` is what they train.
+Two ranks on gloo; ``tests.deepspeed_case`` is what they train, and ``tests.deepspeed_matrix`` has
+the settings.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparetrain_megatron.errors import EXIT_ABORTED, EXIT_EXHAUSTED, EXIT_USAGE
-from sparetrain_megatron.faults.spec import FaultSpec
-from sparetrain_megatron.report.events import read_events
-from sparetrain_megatron.report.summary import read_summary
-from tests.deepspeed_server import Ranks, run
+from tests.deepspeed_matrix import CASES, MODES, faults, in_mode, protected, unprotected
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
 )
 
-_MOE = {"num_experts": 2, "ep_size": 2, "k": 1}
-_PIPELINE = {"pipeline": True, "accumulation": 4}
-
-CASES: dict[str, dict[str, Any]] = {
-    f"zero{stage}_{dtype}_{accumulation}{'_checkpointed' * bool(checkpoint)}": {
-        "stage": stage,
-        "bf16": dtype == "bf16",
-        "accumulation": accumulation,
-        "checkpoint": checkpoint,
-    }
-    for stage in (0, 1, 2, 3)
-    for dtype in ("fp32", "bf16")
-    for accumulation in (1, 4)
-    for checkpoint in (None, "torch")
+TRANSPARENT_BY_DEFAULT = {
+    ("zero1_bf16_4_checkpointed", "piggyback"),
+    ("zero3_fp32_4_checkpointed", "full"),
 }
-CASES |= {
-    f"{name}_zero{stage}_{dtype}": {**settings, "stage": stage, "bf16": dtype == "bf16"}
-    for stage in (0, 1)
-    for dtype in ("fp32", "bf16")
-    for name, settings in {
-        "pipeline": _PIPELINE,
-        "pipeline_checkpointed": {**_PIPELINE, "interval": 1},
-        "pipeline_reentrant": {**_PIPELINE, "interval": 1, "use_reentrant": True},
-    }.items()
-}
-CASES |= {
-    f"{checkpoint}_zero{stage}": {"stage": stage, "checkpoint": checkpoint, "dropout": 0.1}
-    for stage in (1, 3)
-    for checkpoint in ("torch_reentrant", "deepspeed", "deepspeed_non_reentrant")
-}
-CASES |= {
-    f"moe_k{k}_zero{stage}{'_checkpointed' * checkpointed}": {
-        "stage": stage,
-        "moe": {**_MOE, "k": k},
-        "checkpoint": "torch" if checkpointed else None,
-    }
-    for stage in (0, 1, 2)
-    for k in (1, 2)
-    for checkpointed in (False, True)
-}
-CASES |= {
-    f"offload_zero{stage}_{accumulation}": {
-        "stage": stage,
-        "offload": True,
-        "accumulation": accumulation,
-    }
-    for stage in (2, 3)
-    for accumulation in (1, 4)
-}
-CASES |= {
-    "persistent_parameters": {"stage": 3, "persistence": 100000, "accumulation": 2},
-    "loss_outside": {"stage": 0, "outside": True, "accumulation": 2},
-    "loss_outside_direct": {"stage": 2, "outside": True, "direct": True},
-    "told_boundary": {"stage": 1, "told": True, "accumulation": 3},
-    "overlap_zero2": {"stage": 2, "config": {"zero_optimization": {"stage": 2}}},
-}
-
-TRANSPARENT_BY_DEFAULT = {"zero1_bf16_4_checkpointed"}
 RECOVERING_BY_DEFAULT = {
-    "zero1_bf16_4_checkpointed",
-    "zero3_fp32_4_checkpointed",
-    "pipeline_checkpointed_zero1_fp32",
-    "loss_outside_direct",
+    ("zero1_bf16_4_checkpointed", "piggyback"),
+    ("zero3_fp32_4_checkpointed", "piggyback"),
+    ("pipeline_checkpointed_zero1_fp32", "full"),
+    ("loss_outside_direct", "full"),
 }
 
 
-def faults(case: dict[str, Any]) -> list[str]:
-    """One fault for each part of the step, on both ranks in turn, and one in a repetition."""
-    specs = [
-        "iteration=1,rank=0,phase=forward,nth=9,element=5,bit=14",
-        "iteration=2,rank=1,phase=backward,nth=11,element=5,bit=14",
-        "iteration=2,rank=0,attempt=2,phase=backward,nth=4,element=5,bit=13",
-        "iteration=3,rank=1,phase=accumulate,nth=2,element=5,bit=14",
-        "iteration=4,rank=0,phase=communication,nth=1,element=5,bit=14",
-        "iteration=5,rank=1,phase=optimizer,nth=3,element=5,bit=13",
-        "iteration=5,rank=0,phase=clip,nth=2,element=5,bit=13",
-        "iteration=6,rank=0,execution=checker,phase=backward,nth=8,element=5,bit=13",
+def matrix(default: set[tuple[str, str]]) -> Any:
+    """Every case in every mode; only ``default`` runs without being asked for."""
+    cells = [
+        pytest.param(
+            name,
+            mode,
+            id=f"{name}-{mode}",
+            marks=() if (name, mode) in default else pytest.mark.acceptance,
+        )
+        for name in CASES
+        for mode in MODES
     ]
-    if case.get("checkpoint") or case.get("interval"):
-        specs.append("iteration=6,attempt=2,rank=1,phase=recompute,nth=7,element=5,bit=13")
-    return [str(FaultSpec.parse(spec)) for spec in specs]
+    return pytest.mark.parametrize("name, mode", cells)
 
 
-@functools.cache
-def _unprotected(case: str) -> Ranks:
-    return run(json.loads(case))
-
-
-def unprotected(case: dict[str, Any]) -> Ranks:
-    return _unprotected(json.dumps(case, sort_keys=True))
-
-
-def protected(case: dict[str, Any], directory: Path, **block: Any) -> Ranks:
-    ranks = run({**case, "block": {"enabled": True, "dir": str(directory), **block}})
-    ranks.events = list(read_events(directory))
-    ranks.summary = read_summary(directory)
-    return ranks
-
-
-def cases(default: set[str]) -> list[Any]:
-    return [n if n in default else pytest.param(n, marks=pytest.mark.acceptance) for n in CASES]
-
-
-@pytest.mark.parametrize("name", cases(TRANSPARENT_BY_DEFAULT))
-def test_transparent_and_complete(tmp_path: Path, name: str) -> None:
+@matrix(TRANSPARENT_BY_DEFAULT)
+def test_transparent_and_complete(tmp_path: Path, name: str, mode: str) -> None:
     case = CASES[name]
-    found = protected(case, tmp_path)
+    found = protected(in_mode(case, mode), tmp_path, **MODES[mode])
     assert found.bits == unprotected(case).bits
     assert found.summary is not None
     assert found.summary["mismatches"] == 0
     assert found.summary["unprotected"] == {}
     assert found.summary["iterations"] == 3
-    if case.get("checkpoint") or case.get("interval"):
-        assert sum(found.summary["checks"]["piggyback"].values()) > 50
+    checks = {method: sum(kinds.values()) for method, kinds in found.summary["checks"].items()}
+    if mode == "naive":
+        assert list(checks) == ["naive"]
+    if mode == "piggyback" and (case.get("checkpoint") or case.get("interval")):
+        assert checks["piggyback"] > 50
+    if mode == "full":
+        assert checks["deferred"] > 50
+        replayed = [sum(r["replayed"].values()) for r in found.results if r]
+        assert sum(replayed) >= checks["deferred"]
     assert [r["problems"] for r in found.results if r] == [[], []]
 
 
-@pytest.mark.parametrize("name", cases(RECOVERING_BY_DEFAULT))
-def test_recovers_bitwise(tmp_path: Path, name: str) -> None:
+@matrix(RECOVERING_BY_DEFAULT)
+def test_recovers_bitwise(tmp_path: Path, name: str, mode: str) -> None:
     case = {**CASES[name], "iterations": 6}
-    specs = faults(case)
-    found = protected(case, tmp_path, inject=specs)
+    specs = faults(case, mode)
+    found = protected(in_mode(case, mode), tmp_path, inject=specs, **MODES[mode])
     assert found.bits == unprotected(case).bits
     injected = [f for r in found.results if r for f in r["faults"]]
     assert {f["spec"] for f in injected} == set(specs)
@@ -154,15 +81,6 @@ def test_recovers_bitwise(tmp_path: Path, name: str) -> None:
     assert {(f["rank"], f["iteration"], f["attempt"]) for f in injected if f["effect"]} <= seen
     assert found.summary["rollbacks"] >= 5
     assert [r["problems"] for r in found.results if r] == [[], []]
-
-
-@pytest.mark.acceptance
-def test_naive_mode(tmp_path: Path) -> None:
-    case = CASES["zero1_bf16_4_checkpointed"]
-    found = protected(case, tmp_path, mode="naive")
-    assert found.bits == unprotected(case).bits
-    assert found.summary is not None
-    assert list(found.summary["checks"]) == ["naive"]
 
 
 @pytest.mark.parametrize("name", ["zero2_fp32_4", "pipeline_zero0_fp32"])

@@ -35,7 +35,7 @@ def force(method: str, rest: bool, binds: bool, rank: int) -> None:
     """
     from sparetrain_megatron.dmr.deferred import Deferred
     from sparetrain_megatron.dmr.strategy import Everything
-    from sparetrain_megatron.megatron.planning import Planning
+    from sparetrain_megatron.planning import Planning
 
     protected = protection._attached
     protected._recompute.binds = binds

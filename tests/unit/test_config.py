@@ -301,7 +301,7 @@ def test_wrong_flags_are_found_without_torch():
 )
 def test_budget_on_a_cpu(budget, expected):
     torch = pytest.importorskip("torch")
-    from sparetrain_megatron.megatron.planning import budget_bytes
+    from sparetrain_megatron.planning import budget_bytes
 
     config = SparetrainConfig(mode="full", memory_budget=budget)
     assert budget_bytes(config, torch.device("cpu")) == expected

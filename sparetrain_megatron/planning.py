@@ -9,20 +9,21 @@ profiled anew.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..config import SparetrainConfig, parse_size
-from ..dmr.engine import Engine
-from ..dmr.strategy import Immediate, Method
-from ..errors import UsageError
-from ..plan import Identity, Plan, load_plans, save_plans
-from ..plan import plan as make_plan
-from ..profiler import Recorder
-from ..report.terminal import say
+from .config import FLAGS, SparetrainConfig, parse_size
+from .dmr.engine import Engine
+from .dmr.strategy import Immediate, Method, Strategy
+from .errors import UsageError
+from .plan import Identity, Plan, load_plans, save_plans
+from .plan import plan as make_plan
+from .profiler import Recorder
+from .report.terminal import say
 
 DRIFT = 0.35
 """Windows this much shorter or longer than planned, over several iterations, call for a new plan.
@@ -68,8 +69,9 @@ class Planned:
         found = self._rest.get(key)
         if found is None:
             found = self._rest[key] = self._deferred_rest(microbatch, phase)
-        # Behind the first stage's last block of a backward comes the embedding.
-        part = "embedding" if phase == "backward" and isinstance(layer, int) else layer
+        # What comes behind the last block; between two there is nothing.
+        behind = "head" if phase == "forward" else "embedding"
+        part = behind if isinstance(layer, int) else layer
         return part in found or any(isinstance(other, int) for other in found)
 
     def _deferred_rest(self, microbatch: int, phase: str) -> set[int | str]:
@@ -93,8 +95,10 @@ class Planning:
         engine: This rank's engine.
         config: Mode, plan file, number of iterations, memory budget.
         layers: See :class:`Planned`; filled by the recompute's wrapper as blocks run.
-        args: Megatron's arguments.
+        identity: What a plan depends on.
         directory: Where profiles and the plan go.
+        leads: Whether this rank plans for its stage; true on one rank of each.
+        spell: How the user writes a field of the configuration.
     """
 
     def __init__(
@@ -102,21 +106,23 @@ class Planning:
         engine: Engine,
         config: SparetrainConfig,
         layers: dict[tuple[int, int], int],
-        args: Any,
+        identity: Identity,
         directory: Path,
+        *,
+        leads: bool,
+        spell: Callable[[str], str] = FLAGS.__getitem__,
     ) -> None:
         self._engine = engine
         self._config = config
         self._layers = layers
         self._directory = directory
-        self._identity = identity(args)
+        self._identity = identity
         self._budget = budget_bytes(config, engine.device)
         self._recorder: Recorder | None = None
         self._expected = 0.0
         self._ratios: list[float] = []
         self.plan: Plan | None = None
-        self.leads = False
-        """Whether this rank plans for its stage."""
+        self.leads = leads
         engine.deferred.budget = self._budget
         engine.waits_together = True
         if not self._budget:
@@ -126,7 +132,7 @@ class Planning:
             plan = plans.get(engine.position.stage)
             if plan is None:
                 raise UsageError(
-                    f"--sparetrain-plan {config.plan}: has no plan for pipeline stage "
+                    f"{spell('plan')} {config.plan}: has no plan for pipeline stage "
                     f"{engine.position.stage}"
                 )
             plan.refuse_unless_for(self._identity)
@@ -138,11 +144,20 @@ class Planning:
     def profiling(self) -> bool:
         return self._recorder is not None
 
+    def follow(self, strategy: Strategy) -> None:
+        """Defers as a strategy says, whatever a plan would."""
+        self._recorder = self._engine.observer = None
+        self._expected = 0.0
+        self._engine.strategy = strategy
+
     def _profile(self) -> None:
         self._engine.strategy = Immediate()
         engine = self._engine
         self._recorder = Recorder(
-            engine.position, engine.deferred.constants, lambda: bool(engine.passes)
+            engine.position,
+            engine.deferred.constants,
+            lambda: bool(engine.passes),
+            lambda: engine.beside,
         )
         self._engine.observer = self._recorder
 
@@ -172,20 +187,13 @@ class Planning:
 
     def _make(self) -> Plan:
         """Plans; collective over the world."""
-        from megatron.core import parallel_state
-
         engine, recorder = self._engine, self._recorder
         assert recorder is not None
         rank, stage = engine.position.rank, engine.position.stage
         profile = recorder.profile(self._identity, rank, stage)
         profile.save(self._directory / f"profile.rank{rank}.json")
-        leads = (
-            parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        )
-        self.leads = leads
         mine = None
-        if leads:
+        if self.leads:
             mine = make_plan(profile, self._budget, self._config.mode)
         everyone: list[Any] = [None] * dist.get_world_size()
         with engine.paused():
@@ -221,6 +229,15 @@ class Planning:
             self._profile()
 
 
+def planned(plan: Plan) -> str:
+    """What a rank tells of its stage's plan."""
+    totals = plan.totals
+    return (
+        f"planned: {totals.overhead:.1%} expected on stage {plan.stage} "
+        f"(floor {totals.floor:.1%}), at most {totals.peak_held / 2**20:,.1f} MiB held"
+    )
+
+
 def budget_bytes(config: SparetrainConfig, device: torch.device) -> int:
     """What deferral may hold on this device, in bytes."""
     cuda = device.type == "cuda"
@@ -232,48 +249,3 @@ def budget_bytes(config: SparetrainConfig, device: torch.device) -> int:
     if not cuda:
         return HOST_BUDGET
     return int(0.8 * max(0, total - torch.cuda.max_memory_reserved(device)))
-
-
-def identity(args: Any) -> Identity:
-    """What a plan depends on, from Megatron's arguments."""
-    from megatron.core import __version__
-
-    def of(*names: str) -> dict[str, Any]:
-        return {name: getattr(args, name, None) for name in names}
-
-    return Identity(
-        megatron=str(__version__),
-        model=of(
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "seq_length",
-            "micro_batch_size",
-            "num_experts",
-            "bf16",
-            "swiglu",
-            "normalization",
-            "position_embedding_type",
-        ),
-        layout={
-            **of(
-                "world_size",
-                "pipeline_model_parallel_size",
-                "virtual_pipeline_model_parallel_size",
-                "tensor_model_parallel_size",
-                "expert_model_parallel_size",
-                "context_parallel_size",
-                "global_batch_size",
-            )
-        },
-        flags=of(
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-            "sequence_parallel",
-            "use_distributed_optimizer",
-            "overlap_grad_reduce",
-        ),
-    )
