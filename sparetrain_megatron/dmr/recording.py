@@ -48,6 +48,11 @@ class Recording:
             self.tape = Tape(self.position, self.deferred.constants)
             self.tape.bindable = False
 
+    def varies(self) -> None:
+        """What runs here is another thing each time: its region is never bound to a template."""
+        if self.tape is not None:
+            self.tape.bindable = False
+
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """Operators run without the interceptor: those of a bound block."""

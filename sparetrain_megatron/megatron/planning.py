@@ -34,16 +34,26 @@ HOST_BUDGET = 1 << 30
 
 
 class Planned:
-    """Answers for regions from a plan.
+    """Answers for regions from a plan; for those that no profile tells about, by itself.
+
+    Operators of experts are others each time, in number and sizes: a profile shows but one of the
+    ways they have run. They are queued as they run, and go one by one into whatever window comes.
 
     Args:
         plan: This stage's.
         layers: Number of the layer of each checkpointed block, by (model chunk, index).
+        varying: Numbers of the layers with experts, if what these wait for can be a window.
     """
 
-    def __init__(self, plan: Plan, layers: dict[tuple[int, int], int]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        layers: dict[tuple[int, int], int],
+        varying: frozenset[int] = frozenset(),
+    ) -> None:
         self._plan = plan
         self._layers = layers
+        self._varying = varying if plan.mode == "full" else frozenset()
         self._blocks: dict[tuple[int, int, int], Method] = {}
 
     def block(self, chunk: int, microbatch: int, index: int) -> Method:
@@ -55,6 +65,8 @@ class Planned:
 
     def _method(self, chunk: int, microbatch: int, index: int) -> Method:
         layer = self._layers.get((chunk, index))
+        if layer in self._varying:
+            return "single"
         choice = self._plan.choice(microbatch, layer, "backward")
         if choice.segments:
             parts = {part.phase for segment, _ in choice.segments for part in segment.parts}
@@ -63,6 +75,8 @@ class Planned:
         return "single" if choice.windows else "piggyback"
 
     def defers_rest(self, chunk: int, microbatch: int, phase: str) -> bool:
+        if self._varying and not self._layers:
+            return True  # nothing is checkpointed: the layers are part of the rest
         return any(
             bool(choice.segments or choice.windows)
             for layer in ("embedding", "head")
@@ -77,6 +91,7 @@ class Planning:
         engine: This rank's engine.
         config: Mode, plan file, number of iterations, memory budget.
         layers: See :class:`Planned`; filled by the recompute's wrapper as blocks run.
+        varying: See :class:`Planned`.
         args: Megatron's arguments.
         directory: Where profiles and the plan go.
     """
@@ -88,7 +103,9 @@ class Planning:
         layers: dict[tuple[int, int], int],
         args: Any,
         directory: Path,
+        varying: frozenset[int] = frozenset(),
     ) -> None:
+        self.varying = varying
         self._engine = engine
         self._config = config
         self._layers = layers
@@ -183,7 +200,7 @@ class Planning:
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self._engine.strategy = Planned(plan, self._layers)
+        self._engine.strategy = Planned(plan, self._layers, self.varying)
         self._expected = plan.totals.window_seconds
         self._ratios.clear()
 

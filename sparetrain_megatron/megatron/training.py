@@ -28,7 +28,7 @@ from ..dmr.engine import UnprotectedOperator, Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
 from ..report.terminal import say
 from . import metrics, transformer_engine
-from .experts import Experts
+from .experts import Experts, expert_layers
 from .optimizer import Discarded, OptimizerHooks
 from .pipeline import Pipeline
 from .planning import Planning
@@ -133,7 +133,9 @@ class Protection(protection.Protection):
         self.open_reports(self.config.directory(args.save))
         if self.config.defers:
             directory = self.config.directory(args.save)
-            self.planning = Planning(engine, self.config, self._recompute.layers, args, directory)
+            self.planning = Planning(
+                engine, self.config, self._recompute.layers, args, directory, expert_layers(model)
+            )
 
     def _optimizer_chunk(self) -> int:
         """On a CPU a chunk that stays in the caches is stepped twice in less time."""
