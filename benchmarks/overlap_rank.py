@@ -215,10 +215,14 @@ class Run:
         cpu = time.thread_time() - cpu
         recorder.detailed = False
         recorder.flush()
+        waiting = sum(w[2] - w[0] for w in recorder.windows) - recorder.in_windows
+        if self.options.experts:
+            # Gradients are summed over the link, too, with waits that are no window.
+            waiting = seconds - cpu
         step: Step = {
             "seconds": seconds,
             "cpu": cpu,
-            "waiting": sum(w[2] - w[0] for w in recorder.windows) - recorder.in_windows,
+            "waiting": waiting,
             "windows": len(recorder.windows),
             "by_window": dict(recorder.by_window),
             "overrun": sum(w[2] - max(w[0], w[1]) for w in recorder.windows),
