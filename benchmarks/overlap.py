@@ -26,6 +26,7 @@ predicted_share      what the plan said critical_path_share would be
 busy_growth          growth of the processor time outside of windows, ÷ the unprotected step: it
                      has what no timer sees (interception)
 by_window_share      the same by what was waited for: all_to_all, all_gather, verdict, …
+longest_overrun_s    the most that a window was left late: its last operator, of one rank
 in_window_share      seconds of replays inside windows ÷ seconds of replays
 naive_share          naive checks and the optimizer's second step ÷ all checkers' time
 peak_held_bytes      the most that waiting second executions held on one rank
@@ -267,6 +268,7 @@ def rank_figures(rank: dict[str, Any], mode: str, unprotected: float) -> dict[st
         "replays_s": in_windows + sum(outside.values()),
         "checkers_s": critical + in_windows,
         "overrun_s": _median(steps, "overrun"),
+        "longest_overrun_s": max(s["longest_overrun"] for s in steps),
         "windows": _median(steps, "windows"),
         "by_window_s": {
             name: statistics.median(s["by_window"].get(name, 0.0) for s in steps)

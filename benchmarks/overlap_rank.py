@@ -223,6 +223,7 @@ class Run:
             "seconds": seconds,
             "cpu": cpu,
             "waiting": waiting,
+            "longest_overrun": recorder.longest_overrun,
             "windows": len(recorder.windows),
             "by_window": dict(recorder.by_window),
             "overrun": sum(w[2] - max(w[0], w[1]) for w in recorder.windows),

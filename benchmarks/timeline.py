@@ -55,6 +55,7 @@ class Recorder:
         self.windows: list[tuple[float, float, float]] = []  # opened, completed, left
         self.by_window: dict[str, float] = defaultdict(float)  # replays, by what was waited for
         self._what = ""
+        self.longest_overrun = 0.0
         self.inside: list[Interval] = []
         self.outside: list[Interval] = []
         self.verdicts: list[Interval] = []
@@ -136,10 +137,20 @@ class Recorder:
     def _wrap_serve(self, deferred: Any) -> None:
         original = deferred.serve
 
-        def serve(*args: Any, **kwargs: Any) -> None:
+        def serve(closed: Any, *args: Any) -> None:
             start, cpu = time.perf_counter(), time.thread_time()
-            original(*args, **kwargs)
+            open_at = [start]
+
+            def watched() -> bool:
+                over: bool = closed()
+                if not over:
+                    open_at[0] = time.perf_counter()
+                return over
+
+            original(watched, *args)
             end = time.perf_counter()
+            # It was still open before the last operator: that one is all that can be too long.
+            self.longest_overrun = max(self.longest_overrun, end - open_at[0])
             self.in_windows += end - start
             self.by_window[self._what] += end - start
             self.cpu_in_windows += time.thread_time() - cpu

@@ -245,6 +245,7 @@ def rank(*, naive=0.1, in_windows=0.5, drained=0.1):
         "in_windows": 0.0,
         "overrun": 0.0,
         "windows": 8,
+        "longest_overrun": 0.01,
         "by_window": {},
         "by_category": {},
         "outside": {},
