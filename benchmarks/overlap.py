@@ -7,6 +7,11 @@ processes.
 
     python benchmarks/overlap.py --idle 68 --steps 20 --json FILE --picture FILE
 
+With ``--experts`` the two ranks share the experts of every layer instead, and what crosses the link
+are their all-to-alls:
+
+    python benchmarks/overlap.py --experts 8 --idle 68 --steps 12 --json FILE
+
 Needs root and iproute2 (`ip`, `tc`); without them the link is emulated, and the output says so.
 
 What the figures mean:
@@ -20,6 +25,8 @@ critical_path_share  checkers' time outside of windows, by timers, ÷ the unprot
 predicted_share      what the plan said critical_path_share would be
 busy_growth          growth of the processor time outside of windows, ÷ the unprotected step: it
                      has what no timer sees (interception)
+by_window_share      the same by what was waited for: all_to_all, all_gather, verdict, …
+longest_overrun_s    the most that a window was left late: its last operator, of one rank
 in_window_share      seconds of replays inside windows ÷ seconds of replays
 naive_share          naive checks and the optimizer's second step ÷ all checkers' time
 peak_held_bytes      the most that waiting second executions held on one rank
@@ -61,6 +68,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; on both ranks")
+    parser.add_argument("--topk", type=int, default=2, help="experts of a token")
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument(
         "--strategy",
@@ -75,6 +84,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--idle: between 0 and 100")
     if options.steps < 1 or options.microbatches < 1:
         parser.error("--steps and --microbatches: at least 1")
+    if options.experts % 2 or (options.experts and not 0 < options.topk <= options.experts):
+        parser.error("--experts: an even number, at least --topk")
     options.idle /= 100
     modes = options.modes.split(",")
     unknown = [m for m in modes if m not in MODES]
@@ -211,6 +222,7 @@ def summary(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
             "critical_path_share": max(p["critical_path_share"] for p in parts),
             "busy_growth": max(p["busy_growth"] for p in parts),
             "in_window_share": sum(p["in_windows_s"] for p in parts) / replays if replays else 0.0,
+            "by_window_share": shares(parts, replays),
             "naive_share": sum(p["naive_s"] for p in parts) / checkers if checkers else 0.0,
             "peak_held_bytes": max(p["peak_held_bytes"] for p in parts),
             "floor": max(p["floor"] for p in parts),
@@ -221,6 +233,13 @@ def summary(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
             result["modes"][mode]["predicted_share"] = max(p["overhead"] for p in planned)
             result["modes"][mode]["predicted"] = planned
     return result
+
+
+def shares(parts: list[dict[str, Any]], replays: float) -> dict[str, float]:
+    """Of all replays, those in windows, by what was waited for."""
+    names = sorted({name for part in parts for name in part["by_window_s"]})
+    seconds = {n: sum(part["by_window_s"].get(n, 0.0) for part in parts) for n in names}
+    return {n: s / replays for n, s in seconds.items() if replays and s}
 
 
 def rank_figures(rank: dict[str, Any], mode: str, unprotected: float) -> dict[str, Any]:
@@ -254,6 +273,12 @@ def rank_figures(rank: dict[str, Any], mode: str, unprotected: float) -> dict[st
         "replays_s": in_windows + sum(outside.values()),
         "checkers_s": critical + in_windows,
         "overrun_s": _median(steps, "overrun"),
+        "longest_overrun_s": max(s["longest_overrun"] for s in steps),
+        "windows": _median(steps, "windows"),
+        "by_window_s": {
+            name: statistics.median(s["by_window"].get(name, 0.0) for s in steps)
+            for name in sorted({n for s in steps for n in s["by_window"]})
+        },
         "outside_s": outside,
         "by_category_s": by_category,
         "operators": operators,

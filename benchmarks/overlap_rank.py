@@ -131,9 +131,9 @@ class Run:
     def _calibrate(self) -> Generator[tuple[str, bool], Step, None]:
         """Finds the rate of the link at which an unprotected step is idle for the asked share."""
         options = self.options
-        size = options.sequence * options.hidden * 2  # bytes of BF16 activations, [s, 1, h]
+        size, count = crossings(options)
         fast = yield from self._idle()
-        transfer = first_transfer(fast["busy"], fast["step"], options.idle, options.microbatches)
+        transfer = first_transfer(fast["busy"], fast["step"], options.idle, count)
         tried: list[tuple[float, float]] = []
         for _ in range(CALIBRATIONS):
             self.set_rate(options.rate or 8 * size / transfer)
@@ -171,7 +171,8 @@ class Run:
         profile = Profile.load(directory / f"profile.rank{protection.rank}.json")
         for mode in {"coarse", "full"} & {*self.options.modes}:
             made = plan(profile, protection.engine.deferred.budget, mode)
-            self.strategies[mode] = Planned(made, protection._recompute.layers)
+            layers, varying = protection._recompute.layers, planning.varying
+            self.strategies[mode] = Planned(made, layers, varying)
             self.predicted[mode] = made.totals.model_dump(mode="json")
         protection.planning = None  # windows of other modes would seem to have drifted
 
@@ -229,10 +230,17 @@ class Run:
         cpu = time.thread_time() - cpu
         recorder.detailed = False
         recorder.flush()
+        waiting = sum(w[2] - w[0] for w in recorder.windows) - recorder.in_windows
+        if self.options.experts:
+            # Gradients are summed over the link, too, with waits that are no window.
+            waiting = seconds - cpu
         step: Step = {
             "seconds": seconds,
             "cpu": cpu,
-            "waiting": sum(w[2] - w[0] for w in recorder.windows) - recorder.in_windows,
+            "waiting": waiting,
+            "longest_overrun": recorder.longest_overrun,
+            "windows": len(recorder.windows),
+            "by_window": dict(recorder.by_window),
             "overrun": sum(w[2] - max(w[0], w[1]) for w in recorder.windows),
             "in_checks": figures.seconds_in_checks - checks,
             "waited_in_verdicts": recorder.waited_in_verdicts,
@@ -272,15 +280,27 @@ def _since(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
     return {k: v - before.get(k, 0) for k, v in now.items() if v != before.get(k, 0)}
 
 
-def first_transfer(busy: float, step: float, idle: float, microbatches: int) -> float:
+def crossings(options: Any) -> tuple[int, int]:
+    """Bytes of one transfer over the link, and how many of them a step waits for in turn.
+
+    BF16 activations: of a stage, [s, 1, h], forward and backward; or the half of the tokens that
+    goes to the other rank's experts, dispatched and combined in forward, recompute and backward.
+    """
+    size = options.sequence * options.hidden * 2
+    if options.experts:
+        return size * options.topk // 2, 6 * options.layers * options.microbatches // 2
+    return size, 2 * options.microbatches
+
+
+def first_transfer(busy: float, step: float, idle: float, count: int) -> float:
     """A first guess of the seconds one transfer has to take.
 
     Args:
         busy, step: Seconds of an unprotected step over a fast link.
         idle: Share of time to be idle.
-        microbatches: Each crosses the link forward and backward.
+        count: Transfers of a step.
     """
-    return max(1e-4, (busy / (1 - idle) - step) / (2 * microbatches))
+    return max(1e-4, (busy / (1 - idle) - step) / count)
 
 
 def next_transfer(transfer: float, step: float, fast: float, wanted: float) -> float:
@@ -358,12 +378,21 @@ def in_mode(protection: Any, mode: str, planned: Any = None) -> Generator[None]:
 
 
 def arguments(options: Any) -> list[str]:
-    """Megatron's flags: a Llama-style model on two pipeline stages, full recompute."""
+    """Megatron's flags: a Llama-style model, full recompute; two pipeline stages, or experts on
+    both ranks."""
     hidden = options.hidden
     rounds = options.steps + 2
     steps = 4 + 3 * CALIBRATIONS + PROFILED + rounds * len(options.modes)
+    layout = "--pipeline-model-parallel-size 2"
+    if options.experts:
+        layout = f"""
+            --expert-model-parallel-size 2 --num-experts {options.experts}
+            --moe-router-topk {options.topk} --moe-token-dispatcher-type alltoall
+            --moe-aux-loss-coeff 0.01 --moe-ffn-hidden-size {hidden}
+        """
+        layout += "--moe-router-pre-softmax" if options.topk == 1 else ""
     text = f"""
-        --pipeline-model-parallel-size 2
+        {layout}
         --num-layers {options.layers} --hidden-size {hidden}
         --ffn-hidden-size {hidden * 8 // 3 // 64 * 64}
         --num-attention-heads {hidden // 64} --group-query-attention

@@ -53,6 +53,9 @@ class Recorder:
         self.in_windows = self.cpu_in_windows = 0.0
         self.peak_held = 0
         self.windows: list[tuple[float, float, float]] = []  # opened, completed, left
+        self.by_window: dict[str, float] = defaultdict(float)  # replays, by what was waited for
+        self._what = ""
+        self.longest_overrun = 0.0
         self.inside: list[Interval] = []
         self.outside: list[Interval] = []
         self.verdicts: list[Interval] = []
@@ -136,11 +139,22 @@ class Recorder:
     def _wrap_serve(self, deferred: Any) -> None:
         original = deferred.serve
 
-        def serve(*args: Any, **kwargs: Any) -> None:
+        def serve(closed: Any, *args: Any) -> None:
             start, cpu = time.perf_counter(), time.thread_time()
-            original(*args, **kwargs)
+            open_at = [start]
+
+            def watched() -> bool:
+                over: bool = closed()
+                if not over:
+                    open_at[0] = time.perf_counter()
+                return over
+
+            original(watched, *args)
             end = time.perf_counter()
+            # It was still open before the last operator: that one is all that can be too long.
+            self.longest_overrun = max(self.longest_overrun, end - open_at[0])
             self.in_windows += end - start
+            self.by_window[self._what] += end - start
             self.cpu_in_windows += time.thread_time() - cpu
             if self.detailed:
                 self.inside.append((start, end))
@@ -185,6 +199,7 @@ class Recorder:
 
         def window_opens(*what: Any) -> None:
             self._opened = self._completed = time.perf_counter()
+            self._what = what[1]
             opens(*what)
 
         def window_closes() -> None:
@@ -199,11 +214,17 @@ class Recorder:
         pipeline._wait = waits
 
     def _wrap_collectives(self) -> None:
-        """Unprotected, the engine does not see that ranks wait in the gradients' norm."""
+        """Unprotected, the engine does not see that ranks wait in the gradients' norm, say."""
         import torch.distributed as dist
+        from megatron.core.tensor_parallel import mappings
 
-        for name in ("all_reduce", "broadcast"):
-            original = getattr(dist, name)
+        for owner, name in (
+            (dist, "all_reduce"),
+            (dist, "broadcast"),
+            (dist, "all_to_all_single"),
+            (mappings, "dist_all_gather_func"),
+        ):
+            original = getattr(owner, name)
 
             def call(*args: Any, original: Any = original, **kwargs: Any) -> Any:
                 if self.protected:
@@ -215,7 +236,7 @@ class Recorder:
                     self.windows.append((start, end, end))
                 return result
 
-            setattr(dist, name, call)
+            setattr(owner, name, call)
 
     def wait(self) -> None:
         """As the last of a window's requests: when the others have completed."""

@@ -35,16 +35,26 @@ HOST_BUDGET = 1 << 30
 
 
 class Planned:
-    """Answers for regions from a plan.
+    """Answers for regions from a plan; for those that no profile tells about, by itself.
+
+    Operators of experts are others each time, in number and sizes: a profile shows but one of the
+    ways they have run. They are queued as they run, and go one by one into whatever window comes.
 
     Args:
         plan: This stage's.
         layers: Number of the layer of each checkpointed block, by (model chunk, index).
+        varying: Numbers of the layers with experts, if what these wait for can be a window.
     """
 
-    def __init__(self, plan: Plan, layers: dict[tuple[int, int], int]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        layers: dict[tuple[int, int], int],
+        varying: frozenset[int] = frozenset(),
+    ) -> None:
         self._plan = plan
         self._layers = layers
+        self._varying = varying if plan.mode == "full" else frozenset()
         self._blocks: dict[tuple[int, int, int], Method] = {}
         self._rest: dict[tuple[int, str], set[int | str]] = {}
 
@@ -57,6 +67,8 @@ class Planned:
 
     def _method(self, chunk: int, microbatch: int, index: int) -> Method:
         layer = self._layers.get((chunk, index))
+        if layer in self._varying:
+            return "single"
         choice = self._plan.choice(microbatch, layer, "backward")
         if choice.segments:
             parts = {part.phase for segment, _ in choice.segments for part in segment.parts}
@@ -65,6 +77,8 @@ class Planned:
         return "single" if choice.windows else "piggyback"
 
     def defers_rest(self, chunk: int, microbatch: int, phase: str, layer: int | str | None) -> bool:
+        if self._varying and not self._layers:
+            return True  # nothing is checkpointed: the layers are part of the rest
         key = (microbatch, phase)
         found = self._rest.get(key)
         if found is None:
@@ -96,6 +110,7 @@ class Planning:
         config: Mode, plan file, number of iterations, memory budget.
         layers: See :class:`Planned`; filled by the recompute's wrapper as blocks run.
         identity: What a plan depends on.
+        varying: See :class:`Planned`.
         directory: Where profiles and the plan go.
         leads: Whether this rank plans for its stage; true on one rank of each.
         spell: How the user writes a field of the configuration.
@@ -110,8 +125,10 @@ class Planning:
         directory: Path,
         *,
         leads: bool,
+        varying: frozenset[int] = frozenset(),
         spell: Callable[[str], str] = FLAGS.__getitem__,
     ) -> None:
+        self.varying = varying
         self._engine = engine
         self._config = config
         self._layers = layers
@@ -207,7 +224,7 @@ class Planning:
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self._engine.strategy = Planned(plan, self._layers)
+        self._engine.strategy = Planned(plan, self._layers, self.varying)
         self._expected = plan.totals.window_seconds
         self._ratios.clear()
 

@@ -58,6 +58,8 @@ class RankResult:
     """SHA-256 of the bytes of all model parameters; None if no iteration ran."""
     optimizer: str | None = None
     """SHA-256 of the optimizer's main parameters and states."""
+    buffers: str | None = None
+    """SHA-256 of the modules' buffers: a router's expert bias and counts of tokens, say."""
     scales: str | None = None
     """SHA-256 of scales and amax histories of FP8 with delayed scaling; of nothing without."""
     value: Any = None
@@ -337,6 +339,7 @@ class TrainingRecord:
             "losses": self.losses,
             "weights": weights_digest(self._model),
             "optimizer": optimizer_digest(self._optimizer),
+            "buffers": buffers_digest(self._model),
             "scales": scales_digest(self._model),
         }
 
@@ -347,6 +350,16 @@ def weights_digest(model: Sequence[Any]) -> str:
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             _add(digest, name, parameter)
+    return digest.hexdigest()
+
+
+def buffers_digest(model: Sequence[Any]) -> str:
+    """SHA-256 over names, types and bytes of the buffers of all model chunks."""
+    digest = hashlib.sha256()
+    for chunk in model:
+        for name, module in chunk.named_modules():
+            for key, buffer in module._buffers.items():  # data parallelism hides `buffers`
+                _add(digest, f"{name} {key}", buffer)
     return digest.hexdigest()
 
 

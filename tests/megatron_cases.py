@@ -18,6 +18,16 @@ _COMMON = """
 """
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 _FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_MOE = f"""
+    --num-layers 2 --disable-bias-linear --moe-ffn-hidden-size 96 {_FULL_RECOMPUTE}
+"""
+_ALLTOALL = "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+_ALLGATHER = "--moe-token-dispatcher-type allgather --expert-model-parallel-size 2"
+_TOP1 = "--moe-router-topk 1 --moe-router-pre-softmax"
+_EXPERT_BIAS = """
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 1e-2 --moe-router-load-balancing-type none
+"""
 _LLAMA = """
     --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
     --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights
@@ -98,6 +108,65 @@ CASES = {
             2,
             "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
             "--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear",
+        ),
+        Case(
+            "moe_top1_alltoall",
+            2,
+            f"{_MOE} {_ALLTOALL} --num-experts 8 {_TOP1} --moe-aux-loss-coeff 0.01",
+        ),
+        Case(
+            "moe_top2_alltoall_bf16",
+            2,
+            f"{_MOE} {_ALLTOALL} --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+            "--moe-z-loss-coeff 1e-3 --bf16 --use-distributed-optimizer",
+        ),
+        Case(
+            "moe_top1_allgather_bf16",
+            2,
+            f"{_MOE} {_ALLGATHER} --num-experts 8 {_TOP1} --moe-aux-loss-coeff 0.01 "
+            "--bf16 --use-distributed-optimizer",
+        ),
+        Case(
+            "moe_top2_allgather",
+            2,
+            f"{_MOE} {_ALLGATHER} --num-experts 4 --moe-router-topk 2 "
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
+        ),
+        Case(
+            "moe_shared_expert",
+            2,
+            f"{_MOE} {_ALLTOALL} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+            "--moe-shared-expert-intermediate-size 64",
+        ),
+        Case(
+            "moe_shared_expert_overlap",
+            2,
+            f"{_MOE} {_ALLTOALL} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+            "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
+        ),
+        Case(
+            "moe_expert_bias",
+            2,
+            f"{_MOE} {_ALLTOALL} {_EXPERT_BIAS} --num-experts 8 --moe-router-topk 2 --bf16 "
+            "--use-distributed-optimizer",
+        ),
+        Case(
+            "moe_global_aux_loss",
+            2,
+            f"{_MOE} {_ALLTOALL} --num-experts 4 --moe-router-topk 2 "
+            "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01",
+        ),
+        Case(
+            "moe_pp2_ep2",
+            4,
+            f"{_MOE} {_ALLTOALL} {_PP2} --num-experts 8 --moe-router-topk 2 "
+            "--moe-aux-loss-coeff 0.01 --bf16 --use-distributed-optimizer",
+        ),
+        Case(
+            "moe_no_recompute",
+            2,
+            f"{_MOE.replace(_FULL_RECOMPUTE, '')} {_ALLTOALL} --num-experts 4 "
+            f"{_TOP1} --moe-aux-loss-coeff 0.01",
         ),
     )
 }

@@ -124,6 +124,7 @@ def assert_same_training(run: ProtectedRun, expected: list[RankResult]) -> None:
         assert mine.losses == theirs.losses, f"rank {mine.rank}: losses differ"
         assert mine.weights == theirs.weights, f"rank {mine.rank}: weights differ"
         assert mine.optimizer == theirs.optimizer, f"rank {mine.rank}: optimizer differs"
+        assert mine.buffers == theirs.buffers, f"rank {mine.rank}: buffers differ"
         assert mine.scales == theirs.scales, f"rank {mine.rank}: scales of FP8 differ"
     assert run.summary is not None
     assert run.summary["unprotected"] == {}

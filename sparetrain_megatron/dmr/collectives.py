@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 from . import bits
 from .channels import Channel, Channels
+from .dynamic import Windows
 from .fingerprint import fingerprint
 from .mismatch import Mismatch
 from .operators import Operator, tensors_of
@@ -77,6 +79,7 @@ class Collectives:
         self.ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._spans: dict[str, bool] = {}
         self._waiter: Waiter | None = None
+        self.windows = Windows()
         self._sending: list[Transfer] = []  # repetitions that nothing arrives from
 
     # --- issuing ---------------------------------------------------------------------------------
@@ -106,17 +109,24 @@ class Collectives:
     def _serve(self, call: Transfer) -> None:
         engine = self._engine
         engine.window_opens("inter" if self.spans_hosts(call.group) else "intra", call.name)
+        start, key = time.perf_counter(), None
+        if call.name != "all_to_all":  # which is as long as the busiest expert makes it
+            key = (call.name, call.group.group_name, call.moved)
+        # On a GPU the host does not know how long operators take.
+        room = self.windows.room(key) if engine.device.type == "cpu" else None
         if engine.deferred:
             transfers = [call, *call.repeats]
             if call.name == "reduce_scatter":
                 # Gloo delivers it by a copy when it is waited for, and never says it is complete.
                 self._waiter = self._waiter or Waiter()
                 done, finish = self._waiter.start(transfers)
-                engine.deferred.serve(done.is_set)
+                engine.deferred.serve(done.is_set, room)
                 finish()
             else:
-                engine.deferred.serve(lambda: all(t.completed for t in transfers))
+                engine.deferred.serve(lambda: all(t.completed for t in transfers), room)
         engine.window_closes()
+        if key is not None:
+            self.windows.closed(key, time.perf_counter() - start)
 
     def spans_hosts(self, group: Any) -> bool:
         """Whether a group has ranks on several hosts."""

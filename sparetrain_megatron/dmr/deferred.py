@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .dynamic import best_fit
 from .tape import Leaving, Tape
 
 if TYPE_CHECKING:
@@ -206,10 +207,17 @@ class Deferred:
         self.operators[why] += count
         self._engine.statistics.seconds_in_checks += seconds
 
-    def serve(self, closed: Callable[[], bool]) -> None:
-        """Executes pending operators, one at a time, until the window has closed."""
+    def serve(self, closed: Callable[[], bool], room: float | None = None) -> None:
+        """Executes pending operators, one at a time, until the window has closed.
+
+        Args:
+            closed: Whether it has.
+            room: How long it will be open, if that is known; see ``dynamic.py``.
+        """
         if not self:
             return
+        if room is not None:
+            self._arrange(room)
         start, count = _clock(), 0
         with below_autograd():
             while not closed() and self.unit():
@@ -218,6 +226,13 @@ class Deferred:
         self.in_windows += seconds
         self.operators["window"] += count
         self._engine.statistics.seconds_in_windows += seconds
+
+    def _arrange(self, room: float) -> None:
+        """Puts those first that fit a window best; what has been begun goes on before them."""
+        pending = [*self._pending]
+        first = best_fit([tape.seconds for tape in pending], room)
+        self._pending = deque(pending[i] for i in first)
+        self._pending.extend(tape for i, tape in enumerate(pending) if i not in {*first})
 
     # --- what the framework does meanwhile -------------------------------------------------------
 

@@ -206,6 +206,7 @@ class Interceptor(TorchDispatchMode):
                 naive.check_pure(engine, operator, func, args, kwargs, output, state)
             indices = [t for t in produced if t.dtype in _INDICES]
         tape.record(operator, func, encoded, named, output, state, engine.position.phase)
+        tape.seconds += resumed - between
         for tensor in indices:
             # Compared in the replay, too, before anything there uses it.
             tape.mark(tensor)

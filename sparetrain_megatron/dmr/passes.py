@@ -105,7 +105,7 @@ class Passes:
         if self.collectives.arriving:
             self.collectives.look_at(outputs)
         digests = tuple(fingerprint(t) for t in outputs)
-        equal = same(first.outputs, digests)
+        equal = first.void or same(first.outputs, digests)
         if equal is not True:
             self.ledger.check(equal, self.reporter("segment", "piggyback"))
         if self.binding is not None:
@@ -116,8 +116,61 @@ class Passes:
 
     def close_second_pass(self, second: SecondPass) -> None:
         """Ends a recompute. One that left operators out has verified nothing of them."""
-        if not second.complete:
+        # After a wrong number it may have; then there is nothing wrong with the software.
+        if not (second.complete or second.first.void or self.suspicious):
             self._departed(second.first.key)
+
+    def decides(self, name: str, produced: Sequence[torch.Tensor]) -> Any:
+        """As :meth:`observe`, for a decision on which the sizes of what follows depend.
+
+        Args:
+            name: Who decides.
+            produced: The decision.
+
+        Returns:
+            Whether a recompute decides otherwise than the forward did: a bool, or a flag on the
+            device.
+        """
+        if self.collectives.arriving:
+            self.collectives.look_at(produced)
+        digests: Digests = tuple(fingerprint(t) for t in produced)
+        otherwise: Any = False
+        for running in self.passes:
+            if isinstance(running, FirstPass):
+                running.entries.append(Entry(name, digests))
+                continue
+            entry = running.advance(name)
+            if entry is None or entry.digests is None:
+                continue
+            equal = same(entry.digests, digests)
+            self.ledger.check(equal, self._otherwise(name, running, (*entry.digests, *digests)))
+            differs = (not equal) if isinstance(equal, bool) else ~equal
+            otherwise = differs if otherwise is False else otherwise | differs
+        return otherwise
+
+    def _otherwise(
+        self, name: str, running: SecondPass, evidence: Digests
+    ) -> Callable[[], Mismatch]:
+        report = self.reporter(name, running.method, later=True)
+
+        def otherwise() -> Mismatch:
+            mismatch = report()
+            mismatch.evidence = evidence
+            mismatch.note = f"the recompute's {name} decides otherwise than the forward's"
+            if running.method == "piggyback":
+                self._recognise(running.first.key, mismatch)
+            return mismatch
+
+        return otherwise
+
+    def decided_otherwise(self) -> None:
+        """A recompute has departed from the forward on some rank that this one works with.
+
+        What differs from now on follows from that, and has been recorded there.
+        """
+        for running in self.passes:
+            if isinstance(running, SecondPass):
+                running.departed = running.first.void = True
 
     def _departed(self, key: str) -> None:
         mismatch = self.reporter(key, "piggyback")()
@@ -238,7 +291,7 @@ class Passes:
     def _recognise(self, key: str, mismatch: Mismatch) -> None:
         """A difference that comes back with the very same bits is no accident of the hardware."""
         position = mismatch.position
-        where = (key, mismatch.operator, position.iteration, position.microbatch, self.ordinal)
+        where = (key, mismatch.operator, position.iteration, position.microbatch, mismatch.ordinal)
         evidence = (*where, mismatch.evidence)
         seen = self._evidence.get(evidence)
         if seen is not None and seen < position.attempt:

@@ -65,6 +65,8 @@ class FirstPass:
         outputs_only: Operators leave no fingerprints, only what moves between ranks and the
             segment's outputs do: the recompute's own operators are replayed from a tape.
         outputs: Fingerprints of the segment's outputs, if ``outputs_only``.
+        void: The recompute has taken another way for a known reason, here or on another rank:
+            there is nothing left to compare.
     """
 
     second = False
@@ -86,6 +88,7 @@ class FirstPass:
         self.method = method
         self.entries: list[Entry] = []
         self.indices: dict[int, torch.Tensor] = {}
+        self.void = False
 
 
 class SecondPass:

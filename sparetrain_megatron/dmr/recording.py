@@ -105,6 +105,11 @@ class Recording:
             self.tape = Tape(self.position, self.deferred.constants)
             self.tape.bindable = False
 
+    def varies(self) -> None:
+        """What runs here is another thing each time: its region is never bound to a template."""
+        if self.tape is not None:
+            self.tape.bindable = False
+
     @contextlib.contextmanager
     def between_tapes(self) -> Iterator[None]:
         """What runs inside is no part of the open tape, which ends; after it another begins."""

@@ -108,6 +108,7 @@ class Tape:
         computing: How many entries compute something.
         held_bytes: What the boundary holds, constants left out.
         transient_bytes: The most that a replay allocates at one time.
+        seconds: What its operators took as they were recorded, where the host waits for them.
         bindable: The region did nothing beside recorded operators and gradient accumulation, so
             that it may run unseen; see ``template.py``.
     """
@@ -123,6 +124,7 @@ class Tape:
         self.computing = 0
         self.held_bytes = 0
         self.transient_bytes = 0
+        self.seconds = 0.0
         self.bindable = True
         self._slots: dict[int, int] = {}
         self._alive: dict[int, Any] = {}  # weak references to internal storages

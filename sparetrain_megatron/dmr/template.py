@@ -67,6 +67,7 @@ class Template:
     computing: int
     held_bytes: int
     transient_bytes: int
+    seconds: float
     operators: list[Any]
     """Functions of all operators of the recorded run, in order."""
 
@@ -91,7 +92,7 @@ class Template:
         """A tape to replay, with this run's boundary; None if a leaving value did not appear."""
         tape = Tape(position)
         tape.entries = self.entries
-        tape.computing = self.computing
+        tape.computing, tape.seconds = self.computing, self.seconds
         tape.held_bytes, tape.transient_bytes = self.held_bytes, self.transient_bytes
         held: list[torch.Tensor | None] = []
         for slot, source in enumerate(self.sources):
@@ -170,6 +171,7 @@ def make(
             if storage._cdata not in constants
         ),
         kept.transient_bytes,
+        tape.seconds,
         operators=[entry.func for entry in tape.entries],
     )
 

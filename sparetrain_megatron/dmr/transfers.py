@@ -55,6 +55,11 @@ class Transfer:
         return not any(t.is_floating_point() or t.is_complex() for t in tensors)
 
     @property
+    def moved(self) -> int:
+        """Bytes of its tensors."""
+        return sum(t.numel() * t.element_size() for t in tensors_of(self.args, self.kwargs))
+
+    @property
     def size(self) -> int:
         """Bytes of the copies."""
         return sum(t.numel() * t.element_size() for t in self._copies.values())

@@ -1,6 +1,8 @@
 """The kernels of NVIDIA's Apex that Megatron calls, each family in an extension module of its own.
 
-From Apex's sources; none of them has been run here.
+Compared with Apex's sources as of July 2026 (commit 6424da3: ``csrc/amp_C_frontend.cpp``,
+``csrc/layer_norm_cuda.cpp``, ``csrc/megatron``, ``apex/contrib/csrc/layer_norm/ln_api.cpp``); none
+of them has been run here.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ _TABLES = {
     """,
     "fast_layer_norm": """
         ln_fwd: x gamma beta epsilon
-        ln_bwd: dz x mu rsigma gamma
+        ln_bwd: dz x mu rsigma gamma beta memory_efficient
     """,
-    # The backward writes over the gradient that it is given.
+    # The backward writes over the gradient that it is given (the masked one: until 2022).
     "scaled_softmax_cuda": """
         forward: input scale_factor
         backward: output_grads! softmax_results scale_factor

@@ -30,7 +30,7 @@ from ..errors import EXIT_EXHAUSTED, UsageError
 from ..planning import Planning, planned
 from ..report.terminal import say
 from . import metrics, transformer_engine
-from .experts import Experts
+from .experts import Experts, expert_layers
 from .identity import identity, plans_for_stage
 from .optimizer import Discarded, OptimizerHooks
 from .pipeline import Pipeline
@@ -142,6 +142,7 @@ class Protection(protection.Protection):
                 identity(args),
                 directory,
                 leads=plans_for_stage(),
+                varying=expert_layers(model),
             )
 
     def _optimizer_chunk(self) -> int:

@@ -25,13 +25,14 @@ FULL: dict[str, Any] = {"mode": "full", "profile_iters": 1}
 # --- in the ranks ---------------------------------------------------------------------------------
 
 
-def force(method: str, rest: bool, binds: bool, rank: int) -> None:
+def force(method: str, rest: bool, binds: bool, also: Any, rank: int) -> None:
     """An ``also`` hook: defers everything, whether a plan would or not, and watches what is held.
 
     Args:
         method: Of blocks.
         rest: Whether what lies outside of blocks is deferred.
         binds: Whether blocks are bound.
+        also: A further hook, or None.
     """
     from sparetrain_megatron.dmr.deferred import Deferred
     from sparetrain_megatron.dmr.strategy import Everything
@@ -48,6 +49,8 @@ def force(method: str, rest: bool, binds: bool, rank: int) -> None:
 
     Planning._adopt = forced
     watch(Deferred)
+    if also is not None:
+        also(rank)
 
 
 def watch(deferred: Any) -> None:
@@ -106,14 +109,16 @@ def run_full(
     rest: bool = True,
     binds: bool = True,
     forced: bool = True,
+    ranks: int | None = None,
+    also: Any = None,
     **settings: Any,
 ) -> tuple[ProtectedRun, list[dict[str, Any]]]:
     """Trains in mode full; returns the run and what each rank told."""
     case = CASES[name]
-    also = functools.partial(force, method, rest, binds) if forced else None
+    also = functools.partial(force, method, rest, binds, also) if forced else also
     run = protected(
         [*case.argv(english), *flags.split()],
-        case.world_size,
+        ranks or case.world_size,
         directory,
         also=also,
         after=tell,

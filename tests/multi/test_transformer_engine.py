@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import pytest
@@ -57,6 +58,13 @@ _CASES = {
     "delayed_pp2_recompute": Case(f"{_DELAYED} {_FULL} --pipeline-model-parallel-size 2", 2),
     "delayed_tp2": Case(f"{_DELAYED} --tensor-model-parallel-size 2 --sequence-parallel", 2),
     "experts_ep2": Case(f"{_EXPERTS} {_DELAYED} --expert-model-parallel-size 2", 2),
+    "experts_ep2_recompute": Case(
+        f"{_EXPERTS} {_DELAYED} {_FULL} --expert-model-parallel-size 2", 2
+    ),
+    "experts_ep2_tensorwise": Case(
+        f"{_EXPERTS} {_TENSORWISE} {_FULL} --expert-model-parallel-size 2", 2
+    ),
+    "experts_ep2_bf16": Case(f"{_EXPERTS} {_FULL} --expert-model-parallel-size 2", 2),
 }
 
 
@@ -65,6 +73,37 @@ def defer_everything(rank: int) -> None:
     from sparetrain_megatron.dmr.strategy import Everything
 
     protection._attached.engine.strategy = Everything(rest=True)
+
+
+def defer_and_watch(rank):
+    """An ``also`` hook: everything is deferred, and it is counted what is replayed in which window,
+    by what that waits for; the empty name stands for outside of windows."""
+    from sparetrain_megatron.dmr import tape
+
+    defer_everything(rank)
+    engine = protection._attached.engine
+    counts = engine.replayed = collections.Counter()
+    opens, closes, execute = engine.window_opens, engine.window_closes, tape.execute
+    window = [""]
+
+    def window_opens(kind, name):
+        window[0] = name
+        opens(kind, name)
+
+    def window_closes():
+        window[0] = ""
+        closes()
+
+    def watched(entry, *args):
+        counts[window[0], entry.operator.name] += 1
+        execute(entry, *args)
+
+    engine.window_opens, engine.window_closes, tape.execute = window_opens, window_closes, watched
+
+
+def replayed(rank):
+    """An ``after`` hook: faults, and what :func:`defer_and_watch` has counted."""
+    return protection._attached.injector.records, protection._attached.engine.replayed
 
 
 def run(case, directory, te=NEWEST, **options):
@@ -170,3 +209,41 @@ def test_first_iteration_begins_anew(tmp_path):
     result = run(case, tmp_path, inject=[fault])
     assert_same_training(result, expected(case))
     assert_all_reported(result)
+
+
+GROUPED = "te.te_general_grouped_gemm"
+
+
+@pytest.mark.parametrize(
+    "name",
+    _sample(
+        ["experts_ep2_bf16", "experts_ep2_recompute", "experts_ep2_tensorwise", "experts_ep2"],
+        "experts_ep2_recompute",
+    ),
+)
+def test_grouped_products_wait_for_the_all_to_alls_of_dispatch_and_combine(name, tmp_path):
+    case = _CASES[name]
+    result = run(case, tmp_path, also=defer_and_watch, after=replayed)
+    counts = [r.value[1] for r in result.ranks]
+    assert_same_training(result, expected(case))
+    assert not result.of_kind("mismatch"), result.told()
+    for rank in counts:
+        assert rank["all_to_all", GROUPED] > 0, rank
+        every = sum(number for (_, operator), number in rank.items() if operator == GROUPED)
+        # Four in the backward of each of two layers, two microbatches, three iterations.
+        assert every >= 4 * 2 * 2 * 3
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("phase", ["recompute", "backward"])
+@pytest.mark.parametrize("execution", ["primary", "checker"])
+def test_finds_a_fault_in_a_grouped_product_that_waits(phase, execution, tmp_path):
+    case = _CASES["experts_ep2_recompute"]
+    fault = f"iteration=2,rank=1,phase={phase},execution={execution},operator={GROUPED},nth=2,bit=9"
+    result = run(case, tmp_path, inject=[fault], also=defer_and_watch, after=replayed)
+    for rank in result.ranks:
+        rank.value = rank.value[0]
+    assert_same_training(result, expected(case))
+    assert result.faults
+    assert {m["rank"] for m in result.of_kind("mismatch")} >= {1}
+    assert result.summary["rollbacks"] == 1

@@ -49,7 +49,7 @@ class TestArguments:
 class TestCalibration:
     def test_first_guess_spreads_what_is_missing_over_all_transfers(self):
         # Busy for 2 s at 75 % idle makes 8 s, of which 2.4 s are there already.
-        assert overlap_rank.first_transfer(2.0, 2.4, 0.75, 8) == pytest.approx(5.6 / 16)
+        assert overlap_rank.first_transfer(2.0, 2.4, 0.75, 16) == pytest.approx(5.6 / 16)
 
     def test_never_faster_than_possible(self):
         assert overlap_rank.first_transfer(2.0, 9.0, 0.5, 8) > 0
@@ -62,7 +62,7 @@ class TestCalibration:
         def step(transfer):
             return 2.3 + 13 * max(0.0, transfer - 0.02) + 3 * transfer
 
-        transfer = overlap_rank.first_transfer(busy, step(0.0), idle, 8)
+        transfer = overlap_rank.first_transfer(busy, step(0.0), idle, 16)
         for _ in range(overlap_rank.CALIBRATIONS):
             found = 1 - busy / step(transfer)
             if abs(found - idle) <= overlap_rank.TOLERANCE:
@@ -244,6 +244,9 @@ def rank(*, naive=0.1, in_windows=0.5, drained=0.1):
         "waited_in_verdicts": 0.0,
         "in_windows": 0.0,
         "overrun": 0.0,
+        "windows": 8,
+        "longest_overrun": 0.01,
+        "by_window": {},
         "by_category": {},
         "outside": {},
         "operators": {},
