@@ -99,6 +99,18 @@ def test_fingerprints_cost():
     )
 
 
+def test_waiting_for_the_host_hides_nothing():
+    plain = simulate(SMALL, LAYOUT, SLOW, PAPER, ("naive", "full"))
+    late = simulate(
+        SMALL, LAYOUT, SLOW, dataclasses.replace(PAPER, host_gap=1e-3), ("naive", "full")
+    )
+    assert late.step.idle_share > plain.step.idle_share
+    assert any("waits 1 ms for the host" in sentence for sentence in late.said)
+    for mode in ("naive", "full"):
+        added = [r.modes[mode].step_seconds - r.step.step_seconds for r in (plain, late)]
+        assert added[1] == pytest.approx(added[0], rel=0.02)
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(UsageError, match=r"does not fit into 4 GiB: stage 0 needs \d+"):
         simulate(SMALL, LAYOUT, dataclasses.replace(SLOW, memory=4 << 30))
