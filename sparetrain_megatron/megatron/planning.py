@@ -106,15 +106,8 @@ class Planning:
         if not self._budget:
             return  # nothing can be deferred: the strategy stays what it is in mode piggyback
         if config.plan is not None:
-            plans = load_plans(config.plan)
-            plan = plans.get(engine.position.stage)
-            if plan is None:
-                raise UsageError(
-                    f"--sparetrain-plan {config.plan}: has no plan for pipeline stage "
-                    f"{engine.position.stage}"
-                )
-            plan.refuse_unless_for(self._identity)
-            self._adopt(plan)
+            check_plan(config.plan, args)
+            self._adopt(load_plans(config.plan)[engine.position.stage])
         else:
             self._profile()
 
@@ -203,6 +196,31 @@ class Planning:
             if self._engine.position.rank == 0:
                 say("windows have drifted from the plan's: profiling again")
             self._profile()
+
+
+def check_plan(path: Path, args: Any) -> None:
+    """Checks that a plan was made for this job, all of its stages.
+
+    Args:
+        path: What `--sparetrain-plan` says.
+        args: Megatron's arguments.
+
+    Raises:
+        UsageError: It was not; names the flag and what differs.
+    """
+    plans = load_plans(path)
+    stages = args.pipeline_model_parallel_size
+    missing = sorted({*range(stages)} - plans.keys())
+    if missing:
+        has = ", ".join(map(str, sorted(plans)))
+        raise UsageError(
+            f"--sparetrain-plan {path}: has no plan for pipeline stage {missing[0]}, only for {has}"
+        )
+    for plan in plans.values():
+        try:
+            plan.refuse_unless_for(identity(args))
+        except UsageError as error:
+            raise UsageError(f"--sparetrain-plan {path}: {error}") from None
 
 
 def budget_bytes(config: SparetrainConfig, device: torch.device) -> int:

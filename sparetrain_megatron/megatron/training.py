@@ -31,7 +31,7 @@ from . import metrics, transformer_engine
 from .experts import Experts
 from .optimizer import Discarded, OptimizerHooks
 from .pipeline import Pipeline
-from .planning import Planning
+from .planning import Planning, check_plan
 from .preflight import check, megatron_version
 from .recompute import Recompute
 from .regions import Regions
@@ -87,6 +87,7 @@ class Protection(protection.Protection):
             from megatron.training import get_args
 
             megatron_version()
+            self._refuse_early(get_args())
             for refusal in check(get_args(), self.config.strict):
                 self.statistics.unprotected[refusal.flag] = 1
                 if self.rank == 0:
@@ -94,6 +95,13 @@ class Protection(protection.Protection):
             return original(*args, **kwargs)
 
         return setup_model_and_optimizer
+
+    def _refuse_early(self, args: Any) -> None:
+        """What would otherwise only be found when the model has been built, or never."""
+        # A run that resumes goes on with the checkpoint's numbers, up to the same last one.
+        self.refuse_faults_outside(args.world_size, args.train_iters)
+        if self.config.plan is not None:
+            check_plan(self.config.plan, args)
 
     def _prepare(self, model: list[Any], optimizer: Any, config: Any) -> None:
         """At the first step, when everything has been built."""
