@@ -17,7 +17,7 @@ from .layout import Layout
 from .machine import GIB, PRESETS, machine
 from .measured import simulate_measured
 from .model import SHAPES, Shape, from_megatron, shape
-from .reliability import Run, compare
+from .reliability import ROLLBACK_STEPS, Run, compare
 from .search import Found, search
 from .simulate import MODES, Simulation, simulate
 from .synthesise import Assumptions
@@ -100,7 +100,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--hours", type=float, default=720.0, help="of training; default: 720")
     parser.add_argument(
-        "--rollback-seconds", type=float, default=0.0, help="beside the repeated step"
+        "--rollback-seconds",
+        type=float,
+        metavar="S",
+        help=f"of one rollback; default: {ROLLBACK_STEPS} protected steps, as measured",
     )
     parser.add_argument("--picture", metavar="FILE", help="a timeline of each stage")
     parser.add_argument("--json", action="store_true", help="one JSON object, no tables")
