@@ -28,7 +28,7 @@ _WRONG = {
     "checker": "the checker was wrong, the result was right",
     "sender": "the sender was wrong",
     "receiver": "the receiver was wrong",
-    "software": "the same difference came back: a cause in software",
+    "software": "the same difference came back: a cause in software, or a lasting defect",
     "unknown": "which of the two was wrong is unknown",
 }
 

@@ -71,6 +71,17 @@ def add_parser(commands: Any) -> None:
     place = parser.add_argument_group("machine")
     place.add_argument("--gpu", default="h200", help=f"{', '.join(PRESETS)}; default: h200")
     place.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="collectives inside a node by ring, as Megatron's --deterministic-mode has them",
+    )
+    place.add_argument(
+        "--node-adapter",
+        type=float,
+        metavar="GB/S",
+        help="one network adapter a node, which its GPUs share; default: one a GPU",
+    )
+    place.add_argument(
         "--memory-gb", type=float, metavar="GIB", help="of a GPU; default: what it has"
     )
     assuming = parser.add_argument_group("assumptions")
@@ -121,6 +132,12 @@ def run(args: argparse.Namespace) -> Output:
     if not 0 < args.window_use <= 1:
         raise UsageError(f"--window-use {args.window_use}: should be above 0, at most 1")
     gpu = machine(args.gpu, args.memory_gb)
+    if args.deterministic:
+        gpu = gpu.deterministic()
+    if args.node_adapter is not None:
+        if args.node_adapter <= 0:
+            raise UsageError(f"--node-adapter {args.node_adapter:g}: should be positive")
+        gpu = gpu.shared_adapter(args.node_adapter * 1e9)
     assumptions = Assumptions(
         overlap=args.overlap, bubbles=not args.no_bubbles, window_use=args.window_use
     )

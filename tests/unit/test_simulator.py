@@ -169,6 +169,11 @@ def test_command(capsys, tmp_path):
     file.write_text(FLAGS)
     assert cli.main(["simulate", "--megatron-args", f"@{file}", "--pp", "4", "--search", "8"]) == 0
     text = capsys.readouterr().out
+    slower = [*command, "--modes", "naive", "--deterministic", "--node-adapter", "0.2", "--json"]
+    assert cli.main(slower) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert other["windows_s"]["pipeline"] > 10 * values["windows_s"]["pipeline"]
+    assert other["windows_s"]["tensor"] > values["windows_s"]["tensor"]
     for words in ("layouts, best of", "idle share", "assumptions", "D-DMR_inter", "vs naive"):
         assert words in text
     assert "\x1b" not in text
@@ -183,6 +188,7 @@ def test_command(capsys, tmp_path):
         (["--preset", "llama3-70b", "--tp", "3"], "doesn't divide"),
         (["--preset", "llama3-70b", "--window-use", "2"], "--window-use 2"),
         (["--preset", "llama3-70b", "--memory-budget", "much"], "--memory-budget"),
+        (["--preset", "llama3-70b", "--node-adapter", "0"], "--node-adapter 0"),
         (["--megatron-args", "@/nowhere"], "@/nowhere"),
     ],
 )
