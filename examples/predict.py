@@ -42,7 +42,7 @@ COMMON = "--gpu h200 --deterministic --global-batch-size 32"
 SLOW = "--node-adapter 6.8"
 NETWORKS = {"an adapter a GPU": "", "one slow adapter a node": SLOW}
 BEGIN, END = "<!-- predicted: examples/predict.py -->", "<!-- end -->"
-PICTURE = "timeline.svg"
+PICTURE = "timeline.png"
 
 
 def simulated(flags: str) -> dict[str, Any]:
@@ -88,6 +88,9 @@ how much the layout waits: on a fast network there is little to hide checks in.
 | GPU | network | step | idle | naive | piggyback | full | plan | held |
 |---|---|---|---|---|---|---|---|---|
 {table}
+
+Data-parallel reductions are reckoned as exposed: `--overlap-grad-reduce` hides a part of them
+behind the backward, which shortens the step and the windows.
 
 *Plan*: shares of the checks' time: P-DMR + D-DMR between nodes + inside a node + naive. *Held*: the
 most that deferred checks keep on a GPU.

@@ -49,7 +49,8 @@ def test_a_plan_of_another_job(tmp_path):
     args = SimpleNamespace(
         **dict.fromkeys(
             "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
-            "seq_length micro_batch_size num_experts bf16 swiglu normalization position_embedding_type "
+            "seq_length micro_batch_size num_experts bf16 swiglu normalization "
+            "position_embedding_type "
             "world_size virtual_pipeline_model_parallel_size tensor_model_parallel_size "
             "expert_model_parallel_size context_parallel_size global_batch_size "
             "recompute_granularity recompute_method recompute_num_layers sequence_parallel "
