@@ -14,15 +14,14 @@ import argparse
 import json
 import os
 import platform
-import runpy
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import one_process
+
 VARIANTS = ("unprotected", "piggyback", "recorded", "bound")
 LAYERS, MICROBATCHES = 4, 4
 
@@ -58,15 +57,7 @@ def main() -> None:
 
 def measure(rounds: int) -> tuple[dict[str, list[float]], int]:
     """Seconds of one block (forward, recompute, backward) by variant; operators of a block."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-    import torch
-
-    torch.set_num_threads(1)
-    from sparetrain_megatron import hostdevice
-
-    if not torch.cuda.is_available():
-        hostdevice.install()
-        hostdevice.prepare_megatron()
+    one_process.prepare()
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.tensor_parallel.random import CheckpointFunction
@@ -131,16 +122,8 @@ def measure(rounds: int) -> tuple[dict[str, list[float]], int]:
         return result
 
     training.train_step = train_step
-    os.environ.update(
-        MASTER_ADDR="localhost",
-        MASTER_PORT="29579",
-        RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
-    )
-    sys.argv = ["pretrain_gpt.py", *arguments(rounds)]
-    runpy.run_path(str(ROOT / "examples/quickstart/pretrain_gpt.py"), run_name="__main__")
+    one_process.alone(port=29579)
+    one_process.train(arguments(rounds))
     # Forward and recompute run the same operators; the recorded ones are recompute and backward.
     return times, seen[0]
 
@@ -148,16 +131,9 @@ def measure(rounds: int) -> tuple[dict[str, list[float]], int]:
 def arguments(rounds: int) -> list[str]:
     return f"""
         --num-layers {LAYERS} --hidden-size 64 --num-attention-heads 4 --seq-length 8
-        --max-position-embeddings 8 --normalization RMSNorm --swiglu --disable-bias-linear
-        --position-embedding-type rope --untie-embeddings-and-output-weights --bf16
-        --attention-dropout 0 --hidden-dropout 0
-        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-        --micro-batch-size 1 --global-batch-size {MICROBATCHES}
-        --train-iters {len(VARIANTS) * (rounds + 3)} --lr 1e-4 --lr-decay-style constant
-        --tokenizer-type NullTokenizer --vocab-size 511 --mock-data
-        --log-interval 1000 --eval-iters 0 --eval-interval 100000 --transformer-impl local
-        --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
-        --no-rope-fusion
+        --max-position-embeddings 8 --attention-dropout 0 --hidden-dropout 0
+        --global-batch-size {MICROBATCHES} --vocab-size 511
+        --train-iters {len(VARIANTS) * (rounds + 3)} --log-interval 1000
     """.split()
 
 

@@ -13,16 +13,15 @@ import contextlib
 import json
 import os
 import platform
-import runpy
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import one_process
+
 VARIANTS = (
     "unprotected",
     "unprotected, deterministic",
@@ -68,15 +67,8 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Trains, one variant a step in turn; seconds of each step by variant, first round left out."""
-    sys.path.insert(0, str(ROOT))
+    one_process.prepare()
     import torch
-
-    torch.set_num_threads(1)
-    from sparetrain_megatron import hostdevice
-
-    if not torch.cuda.is_available():
-        hostdevice.install()
-        hostdevice.prepare_megatron()
     from megatron.training import training
 
     from sparetrain_megatron import megatron
@@ -103,16 +95,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         return result
 
     training.train_step = train_step
-    os.environ.update(
-        MASTER_ADDR="localhost",
-        MASTER_PORT="29577",
-        RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
-    )
-    sys.argv = ["pretrain_gpt.py", *arguments(options)]
-    runpy.run_path(str(ROOT / "examples/quickstart/pretrain_gpt.py"), run_name="__main__")
+    one_process.alone(port=29577)
+    one_process.train(arguments(options))
     return times
 
 
@@ -158,15 +142,8 @@ def arguments(options: argparse.Namespace) -> list[str]:
         --num-attention-heads {hidden // 64} --group-query-attention
         --num-query-groups {max(1, hidden // 256)}
         --seq-length {options.sequence} --max-position-embeddings {options.sequence}
-        --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
-        --untie-embeddings-and-output-weights --bf16
-        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-        --micro-batch-size 1 --global-batch-size {options.microbatches}
-        --train-iters {len(VARIANTS) * (options.rounds + 1)} --lr 1e-4 --lr-decay-style constant
-        --tokenizer-type NullTokenizer --vocab-size {options.vocabulary - 1} --mock-data
-        --log-interval 1000 --eval-iters 0 --eval-interval 100000 --transformer-impl local
-        --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
-        --no-rope-fusion
+        --global-batch-size {options.microbatches} --vocab-size {options.vocabulary - 1}
+        --train-iters {len(VARIANTS) * (options.rounds + 1)} --log-interval 1000
     """
     return text.split()
 

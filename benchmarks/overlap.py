@@ -64,6 +64,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="timeline of one iteration; needs matplotlib")
+    parser.add_argument("--profiles", type=Path, help="keep the measured profiles in this folder")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=512)
@@ -126,6 +127,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         out = Path(folder) / "steps.json"
         settings = {k: v for k, v in vars(options).items() if k not in ("json", "picture")}
         settings |= {"out": str(out), "link": pair.kind}
+        settings["profiles"] = str(options.profiles.absolute()) if options.profiles else None
         ranks: list[subprocess.Popen] = []
         try:
             for rank in range(2):
@@ -202,7 +204,9 @@ def summary(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         "bits_per_second": found["rate"],
         "calibration": found["calibration"],
         "settings": {
-            k: v for k, v in vars(options).items() if k not in ("json", "picture", "link", "rate")
+            k: v
+            for k, v in vars(options).items()
+            if k not in ("json", "picture", "profiles", "link", "rate")
         },
         "idle_share": statistics.mean(idle),
         "idle_share_by_rank": idle,

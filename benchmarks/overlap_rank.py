@@ -169,6 +169,8 @@ class Run:
             yield "profile", False
         directory = protection.config.directory(None)
         profile = Profile.load(directory / f"profile.rank{protection.rank}.json")
+        if self.options.profiles:
+            profile.save(Path(self.options.profiles) / f"profile.rank{protection.rank}.json")
         for mode in {"coarse", "full"} & {*self.options.modes}:
             made = plan(profile, protection.engine.deferred.budget, mode)
             layers, varying = protection._recompute.layers, planning.varying

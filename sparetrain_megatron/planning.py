@@ -9,7 +9,7 @@ profiled anew.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -145,15 +145,8 @@ class Planning:
         if not self._budget:
             return  # nothing can be deferred: the strategy stays what it is in mode piggyback
         if config.plan is not None:
-            plans = load_plans(config.plan)
-            plan = plans.get(engine.position.stage)
-            if plan is None:
-                raise UsageError(
-                    f"{spell('plan')} {config.plan}: has no plan for pipeline stage "
-                    f"{engine.position.stage}"
-                )
-            plan.refuse_unless_for(self._identity)
-            self._adopt(plan)
+            check_plan(config.plan, spell("plan"), identity, [engine.position.stage])
+            self._adopt(load_plans(config.plan)[engine.position.stage])
         else:
             self._profile()
 
@@ -253,6 +246,32 @@ def planned(plan: Plan) -> str:
         f"planned: {totals.overhead:.1%} expected on stage {plan.stage} "
         f"(floor {totals.floor:.1%}), at most {totals.peak_held / 2**20:,.1f} MiB held"
     )
+
+
+def check_plan(path: Path, spelled: str, identity: Identity, stages: Iterable[int]) -> None:
+    """Checks that a plan was made for this job.
+
+    Args:
+        path: The plan's file.
+        spelled: How the user writes that setting.
+        identity: Of this job.
+        stages: Pipeline stages that it has to be for.
+
+    Raises:
+        UsageError: It was not; names the setting and what differs.
+    """
+    plans = load_plans(path)
+    missing = sorted({*stages} - plans.keys())
+    if missing:
+        has = ", ".join(map(str, sorted(plans)))
+        raise UsageError(
+            f"{spelled} {path}: has no plan for pipeline stage {missing[0]}, only for {has}"
+        )
+    for plan in plans.values():
+        try:
+            plan.refuse_unless_for(identity)
+        except UsageError as error:
+            raise UsageError(f"{spelled} {path}: {error}") from None
 
 
 def budget_bytes(config: SparetrainConfig, device: torch.device) -> int:

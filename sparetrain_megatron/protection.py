@@ -18,10 +18,12 @@ from .config import FLAGS, SparetrainConfig
 from .dmr.engine import Engine, Verdict
 from .dmr.mismatch import Mismatch, device_name, host_name
 from .dmr.second_device import SecondDevice
-from .errors import EXIT_ABORTED, EXIT_EXHAUSTED
+from .errors import EXIT_ABORTED, EXIT_EXHAUSTED, UsageError
 from .faults.injector import Injector
 from .faults.spec import FaultSpec
 from .patching import Patches
+from .plan import load_plans
+from .report import runs
 from .report.events import EventLog
 from .report.summary import Statistics, write_summary
 from .report.terminal import interval_line, mismatch_line, print_summary, say
@@ -39,6 +41,11 @@ class Protection:
 
     def __init__(self, config: SparetrainConfig) -> None:
         self.config = config
+        if config.plan is not None:
+            try:
+                load_plans(config.plan)
+            except UsageError as error:
+                raise UsageError(f"{self.spell('plan')}: {error}") from None
         self.enabled = True
         """Set to False, steps run unprotected; for measurements."""
         self.statistics = Statistics()
@@ -79,6 +86,26 @@ class Protection:
 
     # --- attaching -----------------------------------------------------------------------------
 
+    def refuse_faults_outside(self, world_size: int, iterations: int | None = None) -> None:
+        """Refuses fault specs that name a rank or an iteration that the run doesn't have.
+
+        Args:
+            world_size: Ranks.
+            iterations: The last one's number; None where it isn't known.
+
+        Raises:
+            UsageError: Names the flag, the spec and what there is.
+        """
+        for text in self.config.inject:
+            spec = FaultSpec.parse(text)
+            if spec.rank is not None and spec.rank >= world_size:
+                why = f"rank={spec.rank}: the job's ranks are 0 to {world_size - 1}"
+            elif iterations and spec.iteration is not None and spec.iteration > iterations:
+                why = f"iteration={spec.iteration}: the run ends with iteration {iterations}"
+            else:
+                continue
+            raise UsageError(f"{self.spell('inject')} {text}: {why}")
+
     def protect_compiled_graphs(self) -> None:
         """Has what ``torch.compile`` makes executed twice, too."""
         if os.environ.get("TORCH_COMPILE_DISABLE", "0") != "1":
@@ -97,12 +124,13 @@ class Protection:
             self.engine.set_executor = None
 
     def open_reports(self, directory: Path) -> None:
-        """Opens the event log and says what is going to be protected how."""
+        """Opens the event log and says what is going to be protected how; collective."""
         self._directory = directory
+        self._set_aside(directory)
         self.events = EventLog(directory, self.rank)
         if self.rank == 0:
             if self.events.path.exists():
-                say(f"warning: {directory} has events of an earlier run; this run's are added")
+                say(f"{directory} has events of a run that did not end; this run's are added")
             mode = self.config.mode
             say(f"protection is on, mode {mode}; events and summary go to {directory}")
             self.events.emit(
@@ -113,6 +141,19 @@ class Protection:
                 host=host_name(),
                 device=device_name(),
             )
+
+    def _set_aside(self, directory: Path) -> None:
+        """Keeps the files of a finished run in the same folder apart from this one's."""
+        target = [runs.finished(directory) if self.rank == 0 else None]
+        if self.rank == 0 and target[0] is not None:
+            runs.set_aside(directory, target[0], self.config.plan)
+            say(f"{directory} has a finished run: its files are now in {target[0]}")
+        if dist.get_world_size() > 1:
+            with self.engine.paused():
+                dist.broadcast_object_list(target, src=0)
+        if self.rank != 0 and target[0] is not None:
+            # Where the folder is a node's own, the first rank has not seen these.
+            runs.set_aside(directory, target[0], self.config.plan)
 
     # --- verdicts ------------------------------------------------------------------------------
 
@@ -262,7 +303,7 @@ class Protection:
         self.engine.flush_counts()
         statistics = self.statistics
         if speaks:
-            say(interval_line(statistics))
+            say(interval_line(statistics, self.rank, dist.get_world_size()))
         if self.rank != 0:
             return  # one file of them, not one for each of thousands of ranks
         self.event(

@@ -88,6 +88,7 @@ class DeepSpeedProtection(Protection):
         engine.device = deepspeed.device if parameter is None else parameter.device
         if dist.get_world_size() > 1:
             engine.second_device.group = dist.group.WORLD
+        self.refuse_faults_outside(dist.get_world_size())
         engine.deferred.mark_constants(self.gradients.constants())
         self.wrap()
         self.open_reports(self.config.directory())

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from sparetrain_megatron.errors import UsageError
 from sparetrain_megatron.faults.bench import Setup
 from sparetrain_megatron.faults.spec import PATTERNS
 from sparetrain_megatron.faults.worker import Order
+from sparetrain_megatron.report.progress import progress
 from sparetrain_megatron.report.terminal import make_table, render
 
 SCHEMA = 1
@@ -377,10 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             patterns,
             Path(args.out or temporary),
         )
-        progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-        with progress:
-            task = progress.add_task("faults", total=args.faults)
-            campaign.run(args.jobs, lambda: progress.advance(task))
+        with progress("faults", args.faults) as shown:
+            campaign.run(args.jobs, shown.advance)
     console = Console()
     tty = console.is_terminal
     print(

@@ -24,10 +24,10 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import protection
-from ..config import SparetrainConfig
+from ..config import FLAGS, SparetrainConfig
 from ..dmr.engine import UnprotectedOperator, Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
-from ..planning import Planning, planned
+from ..planning import Planning, check_plan, planned
 from ..report.terminal import say
 from . import metrics, transformer_engine
 from .experts import Experts, expert_layers
@@ -89,6 +89,7 @@ class Protection(protection.Protection):
             from megatron.training import get_args
 
             megatron_version()
+            self._refuse_early(get_args())
             for refusal in check(get_args(), self.config.strict):
                 self.statistics.unprotected[refusal.flag] = 1
                 if self.rank == 0:
@@ -96,6 +97,14 @@ class Protection(protection.Protection):
             return original(*args, **kwargs)
 
         return setup_model_and_optimizer
+
+    def _refuse_early(self, args: Any) -> None:
+        """What would otherwise only be found when the model has been built, or never."""
+        # A run that resumes goes on with the checkpoint's numbers, up to the same last one.
+        self.refuse_faults_outside(args.world_size, args.train_iters)
+        if self.config.plan is not None:
+            stages = range(args.pipeline_model_parallel_size)
+            check_plan(self.config.plan, FLAGS["plan"], identity(args), stages)
 
     def _prepare(self, model: list[Any], optimizer: Any, config: Any) -> None:
         """At the first step, when everything has been built."""

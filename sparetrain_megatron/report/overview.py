@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparetrain_megatron.report import runs
 from sparetrain_megatron.report.events import read_events
 from sparetrain_megatron.report.summary import Statistics, read_summary
 from sparetrain_megatron.report.terminal import (
@@ -21,7 +22,10 @@ from sparetrain_megatron.report.terminal import (
 SCHEMA = 1
 """Version of `to_dict`'s schema."""
 
-_PLACE = ("rank", "host", "device", "phase", "operator", "method")
+_PLACE = ("rank", "host", "device", "layer", "phase", "operator", "method")
+
+LISTED = 4
+"""Iterations that a table names; of more it says how many."""
 
 
 @dataclass
@@ -37,6 +41,8 @@ class Overview:
     events of one rollback count as one."""
     warnings: list[str] = field(default_factory=list)
     """Texts of `warning` events, each once."""
+    earlier: list[str] = field(default_factory=list)
+    """Folders of finished runs that were set aside in this one."""
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str]) -> Overview:
@@ -62,6 +68,7 @@ class Overview:
                 rollbacks[place][event["rank"]] += 1
             elif event["kind"] == "warning":
                 warnings[str(event.get("message", ""))] = None
+        overview.earlier = [path.name for path in runs.earlier(directory)]
         if not seen and overview.summary is None:
             raise ValueError(
                 f"{directory}: neither summary.json nor events.rank*.jsonl; "
@@ -75,18 +82,27 @@ class Overview:
         return overview
 
     def suspects(self) -> list[dict[str, Any]]:
-        """Mismatches counted by rank, host, device, phase, operator and method, most first.
+        """Mismatches counted by rank, host, device, layer, phase, operator and method, most first.
 
-        Each has `wrong` too: how often which execution was found to be wrong.
+        Each has `wrong` too: how often which execution was found to be wrong; and `iterations`,
+        ascending.
         """
         counts: Counter[tuple[Any, ...]] = Counter()
         wrong: dict[tuple[Any, ...], Counter[str]] = defaultdict(Counter)
+        iterations: dict[tuple[Any, ...], set[int]] = defaultdict(set)
         for event in self.mismatches:
             place = tuple(event.get(key) for key in _PLACE)
             counts[place] += 1
             wrong[place][str(event.get("wrong") or "unknown")] += 1
+            if isinstance(event.get("iteration"), int):
+                iterations[place].add(event["iteration"])
         return [
-            {**dict(zip(_PLACE, place, strict=True)), "count": count, "wrong": dict(wrong[place])}
+            {
+                **dict(zip(_PLACE, place, strict=True)),
+                "count": count,
+                "wrong": dict(wrong[place]),
+                "iterations": sorted(iterations[place]),
+            }
             for place, count in sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
         ]
 
@@ -100,6 +116,7 @@ class Overview:
             "mismatches": self.mismatches,
             "rollbacks": self.rollbacks,
             "warnings": self.warnings,
+            "earlier": self.earlier,
         }
 
     def render(self, *, color: bool = False, width: int) -> str:
@@ -117,12 +134,13 @@ class Overview:
             [
                 *("" if suspect[key] is None else suspect[key] for key in _PLACE),
                 suspect["count"],
+                _shortened(suspect["iterations"]),
                 ", ".join(f"{who} {number}" for who, number in suspect["wrong"].items()),
             ]
             for suspect in self.suspects()
         ]
         if suspects:
-            columns = (">rank", *_PLACE[1:], ">count", "wrong")
+            columns = (">rank", *_PLACE[1:], ">count", "iterations", "wrong")
             tables.append(make_table("mismatches", columns, suspects))
         if self.rollbacks:
             headings = (">iteration", ">discarded attempt", ">times")
@@ -131,4 +149,14 @@ class Overview:
             )
         if self.warnings:
             tables.append(make_table("warnings", ("text",), ([text] for text in self.warnings)))
+        if self.earlier:
+            rows = [[str(self.directory / name)] for name in self.earlier]
+            tables.append(make_table("earlier runs in this folder", ("",), rows))
         return render(tables, color=color, width=width)
+
+
+def _shortened(iterations: list[int]) -> str:
+    """`3, 7`, or `3, 7, 9, 12 and 5 more`."""
+    text = ", ".join(map(str, iterations[:LISTED]))
+    more = len(iterations) - LISTED
+    return f"{text} and {more:,} more" if more > 0 else text

@@ -28,7 +28,7 @@ _WRONG = {
     "checker": "the checker was wrong, the result was right",
     "sender": "the sender was wrong",
     "receiver": "the receiver was wrong",
-    "software": "the same difference came back: a cause in software",
+    "software": "the same difference came back: a cause in software, or a lasting defect",
     "unknown": "which of the two was wrong is unknown",
 }
 
@@ -82,10 +82,17 @@ def mismatch_line(event: Mapping[str, Any]) -> str:
     return " ".join(line.split())
 
 
-def interval_line(statistics: Statistics) -> str:
-    """The line in the training log of each interval, over the run so far."""
+def interval_line(statistics: Statistics, rank: int = 0, world_size: int = 1) -> str:
+    """The line in the training log of each interval, over the run so far.
+
+    Args:
+        statistics: Of one rank: adding up all of them at every interval would make them wait.
+        rank: Whose they are; said where there are several.
+        world_size: Number of ranks.
+    """
+    whose = f"rank {rank} of {world_size} alone: " if world_size > 1 else ""
     return (
-        f"{statistics.operators_checked:,} operators checked, "
+        f"{whose}{statistics.operators_checked:,} operators checked, "
         f"{count(statistics.mismatches, 'mismatch', 'mismatches')}, "
         f"{count(statistics.rollbacks, 'rollback')}, "
         f"time in checks {statistics.share_in_checks:.1%} of the iteration".replace("%", " %")

@@ -17,7 +17,7 @@ from .layout import Layout
 from .machine import GIB, PRESETS, machine
 from .measured import simulate_measured
 from .model import SHAPES, Shape, from_megatron, shape
-from .reliability import Run, compare
+from .reliability import ROLLBACK_STEPS, Run, compare
 from .search import Found, search
 from .simulate import MODES, Simulation, simulate
 from .synthesise import Assumptions
@@ -71,6 +71,17 @@ def add_parser(commands: Any) -> None:
     place = parser.add_argument_group("machine")
     place.add_argument("--gpu", default="h200", help=f"{', '.join(PRESETS)}; default: h200")
     place.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="collectives inside a node by ring, as Megatron's --deterministic-mode has them",
+    )
+    place.add_argument(
+        "--node-adapter",
+        type=float,
+        metavar="GB/S",
+        help="one network adapter a node, which its GPUs share; default: one a GPU",
+    )
+    place.add_argument(
         "--memory-gb", type=float, metavar="GIB", help="of a GPU; default: what it has"
     )
     assuming = parser.add_argument_group("assumptions")
@@ -100,7 +111,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--hours", type=float, default=720.0, help="of training; default: 720")
     parser.add_argument(
-        "--rollback-seconds", type=float, default=0.0, help="beside the repeated step"
+        "--rollback-seconds",
+        type=float,
+        metavar="S",
+        help=f"of one rollback; default: {ROLLBACK_STEPS} protected steps, as measured",
     )
     parser.add_argument("--picture", metavar="FILE", help="a timeline of each stage")
     parser.add_argument("--json", action="store_true", help="one JSON object, no tables")
@@ -118,6 +132,12 @@ def run(args: argparse.Namespace) -> Output:
     if not 0 < args.window_use <= 1:
         raise UsageError(f"--window-use {args.window_use}: should be above 0, at most 1")
     gpu = machine(args.gpu, args.memory_gb)
+    if args.deterministic:
+        gpu = gpu.deterministic()
+    if args.node_adapter is not None:
+        if args.node_adapter <= 0:
+            raise UsageError(f"--node-adapter {args.node_adapter:g}: should be positive")
+        gpu = gpu.shared_adapter(args.node_adapter * 1e9)
     assumptions = Assumptions(
         overlap=args.overlap, bubbles=not args.no_bubbles, window_use=args.window_use
     )

@@ -21,6 +21,8 @@ class Layout:
         global_batch: Sequences a step.
         micro_batch: Sequences a microbatch.
         recompute: Whether layers are checkpointed and recomputed as a whole.
+        distribute_saved: Whether checkpoints are cut over the tensor-parallel ranks where there is
+            no sequence parallelism to do it (Megatron's `--distribute-saved-activations`).
         distributed_optimizer: Whether the optimizer's state is cut over the data-parallel ranks.
         reserve: Bytes that the context, NCCL's buffers and fragmentation take.
     """
@@ -35,6 +37,7 @@ class Layout:
     micro_batch: int = 1
     recompute: bool = True
     sequence_parallel: bool = True
+    distribute_saved: bool = False
     distributed_optimizer: bool = True
     reserve: float = 5 * GIB
 
@@ -135,6 +138,7 @@ class Layout:
             "microbatches": self.microbatches,
             "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
+            "distribute_saved": self.distribute_saved,
             "distributed_optimizer": self.distributed_optimizer,
             "gpus": self.gpus,
         }
@@ -193,7 +197,8 @@ def stage_memory(shape: Shape, layout: Layout, stage: int) -> StageMemory:
         2 * tokens * shape.topk / layout.tensor * ((shape.up + 1) * shape.ffn + 2 * shape.hidden)
     )
     full = 4 * row / layout.sharded + 2 * row + width + attention + (routed if shape.experts else 0)
-    held = row / layout.sharded if layout.recompute else full
+    checkpoint = row / (layout.tensor if layout.distribute_saved else layout.sharded)
+    held = checkpoint if layout.recompute else full
     logits = tokens * shape.vocabulary / layout.tensor * (2 + 4 + 4) if last else 0
     # Activations of a layer, and the gradients of the largest of them.
     working = max(2 * full, logits)

@@ -127,6 +127,25 @@ class Machine:
             wire=self.wire.scaled(wire),
         )
 
+    def deterministic(self) -> Machine:
+        """The same machine in Megatron's deterministic mode, which allows NCCL's rings only."""
+        return dataclasses.replace(self, nvlink=self.nvlink.scaled(RING))
+
+    def shared_adapter(self, rate: float) -> Machine:
+        """The same machine with one network adapter a node, which all its GPUs use at one time.
+
+        Args:
+            rate: Bytes a second that the adapter moves, each way.
+        """
+        each = ((1e6, rate / self.per_node),)
+        return dataclasses.replace(
+            self, wire=Link(self.wire.latency, each), network=Link(self.network.latency, each)
+        )
+
+
+RING = 365 / 470
+"""Bus bandwidth of large all-reduces in a node of eight H100s: by ring, and as NCCL chooses."""
+
 
 def _nvlink(full: float) -> Link:
     return Link(8e-6, ((1e6, 0.2 * full), (1e7, 0.6 * full), (1e8, 0.92 * full), (1e9, full)))

@@ -33,6 +33,7 @@ def simulate_measured(
     assumptions: Assumptions,
     modes: Sequence[Mode],
     budget: int | None = None,
+    message: float | None = None,
 ) -> Simulation:
     """Simulates a layout from profiles of another one.
 
@@ -43,6 +44,8 @@ def simulate_measured(
     Args:
         profiles: Of one job, best one of each pipeline stage.
         changes: Degrees of `Layout` that differ from the measured ones.
+        message: Seconds that one between stages takes; None: the median of the measured waits,
+            which have waiting for a late neighbour in them.
 
     Raises:
         UsageError: Not of one job; nothing to scale from; or a degree that can't be scaled.
@@ -64,10 +67,13 @@ def simulate_measured(
     if new.data > 1 and new.data != old.data:
         raise UsageError(f"data {new.data}: measured profiles can't be scaled so")
     parts, capacity = _pieces(profiles, old, new)
+    if message is not None:
+        parts = dataclasses.replace(parts, wire=message)
+    source = "the median wait measured" if message is None else "as given"
     said = [
         f"operators as measured on {len(profiles)} stage(s) of "
         f"TP {old.tensor}, PP {old.pipeline}; scaled to TP {new.tensor}, PP {new.pipeline}",
-        f"a message between stages takes {parts.wire * 1e3:.3g} ms, the median wait measured",
+        f"a message between stages takes {parts.wire * 1e3:.3g} ms, {source}",
         *assumptions.sentences(),
     ]
     return simulate_pieces(parts, new, capacity, assumptions, modes, budget, said)

@@ -174,5 +174,6 @@ _LAYOUT_FLAGS = {
 }
 _LAYOUT_SWITCHES = {
     "sequence-parallel": "sequence_parallel",
+    "distribute-saved-activations": "distribute_saved",
     "use-distributed-optimizer": "distributed_optimizer",
 }

@@ -13,6 +13,10 @@ from typing import Any
 
 from sparetrain_megatron.errors import UsageError
 
+ROLLBACK_STEPS = 0.99
+"""Protected steps that a rollback takes, as `benchmarks/rollback.py` measured with injected faults:
+finding out, restoring and the schedule's second run. The optimizer's step is not repeated."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
@@ -23,7 +27,7 @@ class Run:
         hours: Of useful training.
         rate: Silent corruptions a GPU-hour that change a value of the step.
         step: Seconds of a step without protection.
-        rollback: Seconds that a rollback takes beside the repeated step.
+        rollback: Seconds that a rollback takes; None: `ROLLBACK_STEPS` protected steps.
         restart: Seconds to stop a job and start it from a checkpoint.
         checkpoint: Seconds between checkpoints.
     """
@@ -32,7 +36,7 @@ class Run:
     hours: float
     rate: float
     step: float
-    rollback: float = 0.0
+    rollback: float | None = None
     restart: float = 900.0
     checkpoint: float = 3600.0
 
@@ -40,7 +44,7 @@ class Run:
         if self.gpus < 1 or self.hours <= 0 or self.step <= 0:
             raise UsageError("GPUs, hours and seconds of a step should be positive")
         negative = ("rate", "rollback", "restart", "checkpoint")
-        wrong = [name for name in negative if getattr(self, name) < 0]
+        wrong = [name for name in negative if (getattr(self, name) or 0) < 0]
         if wrong:
             raise UsageError(f"{', '.join(wrong)}: should not be negative")
 
@@ -137,7 +141,8 @@ def sparetrain(run: Run, overhead: float, missed: float = 0.0) -> Outcome:
     faults = run.corruptions * (1 + overhead)
     noticed = faults * (1 - missed)
     chance = min(0.999, run.rate * run.gpus * protected / 3600)  # of a fault in the step again
-    repeated = (protected / (1 - chance) + run.rollback) / 3600
+    rollback = ROLLBACK_STEPS * protected if run.rollback is None else run.rollback
+    repeated = rollback / (1 - chance) / 3600
     wasted = overhead * run.hours + noticed * repeated
     return Outcome("SpareTrain", wasted, faults - noticed, protected / 3600)
 

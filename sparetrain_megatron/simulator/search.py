@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from sparetrain_megatron.errors import UsageError
 from sparetrain_megatron.plan import Mode
+from sparetrain_megatron.report.progress import progress
 
 from .layout import Layout, stage_memory
 from .machine import Machine
@@ -56,11 +57,14 @@ def search(
         UsageError: No layout fits.
     """
     found: list[Found] = []
-    for layout in layouts(shape, base, machine, gpus):
-        if fits(shape, layout, machine):
-            parts = pieces(shape, layout, machine, assumptions)
-            step = Step(parts, layout, machine.memory, assumptions)
-            found.append(Found(layout, step.step_seconds))
+    valid = list(layouts(shape, base, machine, gpus))
+    with progress("layouts without protection", len(valid)) as shown:
+        for layout in valid:
+            if fits(shape, layout, machine):
+                parts = pieces(shape, layout, machine, assumptions)
+                step = Step(parts, layout, machine.memory, assumptions)
+                found.append(Found(layout, step.step_seconds))
+            shown.advance()
     if not found:
         raise UsageError(
             f"no layout of {shape.name} on {gpus} GPUs fits into {machine.memory / (1 << 30):.0f} "
@@ -68,11 +72,13 @@ def search(
         )
     found.sort(key=lambda one: one.unprotected)
     best = float("inf")
-    for number, one in enumerate(found):
-        if number >= closely and one.unprotected >= best:
-            break  # protection never makes a step shorter
-        one.simulation = simulate(shape, one.layout, machine, assumptions, (mode,))
-        best = min(best, one.protected(mode))
+    with progress("layouts with protection", min(closely, len(found))) as shown:
+        for number, one in enumerate(found):
+            if number >= closely and one.unprotected >= best:
+                break  # protection never makes a step shorter
+            one.simulation = simulate(shape, one.layout, machine, assumptions, (mode,))
+            best = min(best, one.protected(mode))
+            shown.advance()
     return sorted(found, key=lambda one: (one.protected(mode), one.unprotected))
 
 

@@ -67,6 +67,16 @@ class Simulation:
     said: list[str]
     """Assumptions, as sentences."""
 
+    def critical_share(self, mode: Mode) -> float:
+        """Checks outside of windows on the stage with most of them, as a share of the step.
+
+        What timers around the checkers see. The step's `overhead` may be less, where a stage has
+        time to spare, or more, where delays add up from stage to stage.
+        """
+        plans = self.modes[mode].plans.values()
+        most = max(sum(plan.totals.critical.values()) for plan in plans)
+        return most / self.step.step_seconds
+
     @property
     def peak_bytes(self) -> list[int]:
         """The most in use on each stage, without protection."""

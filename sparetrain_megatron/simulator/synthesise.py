@@ -33,6 +33,8 @@ class Assumptions:
         pipeline_windows: Whether checks run during the pipeline's transfers at all.
         intra_use: Share of a collective's time inside a node that checks get, beside the
             collective's own kernels.
+        host_gap: Seconds that a GPU waits for its host in each pass of a layer (forward, recompute,
+            backward). No window: a host that is late can't launch checks either.
         fingerprints: Whether every checked value is fingerprinted, at memory speed.
         record: Seconds to record an operator for later.
         window_use: Share of each window that is planned for.
@@ -44,6 +46,7 @@ class Assumptions:
     data_windows: bool = True
     pipeline_windows: bool = True
     intra_use: float = 1.0
+    host_gap: float = 0.0
     fingerprints: bool = True
     record: float = 2e-6
     window_use: float = 0.9
@@ -65,6 +68,11 @@ class Assumptions:
                 []
                 if self.intra_use == 1
                 else [f"checks get {self.intra_use:.0%} of collectives inside a node"]
+            ),
+            *(
+                [f"a layer waits {self.host_gap * 1e3:g} ms for the host in each pass"]
+                if self.host_gap
+                else []
             ),
             "fingerprints run at memory speed" if self.fingerprints else "comparing costs nothing",
             f"recording an operator takes {self.record * 1e6:g} µs",
@@ -243,7 +251,11 @@ class Step:
         def seconds(stage: int, compute: Compute) -> float:
             key = (stage, compute.kind, compute.chunk)
             if key not in known:
-                known[key] = sum(self._durations[t] for t, _ in self.regions(stage, compute))
+                regions = self.regions(stage, compute)
+                known[key] = sum(self._durations[t] for t, _ in regions)
+                known[key] += self.assumptions.host_gap * sum(
+                    isinstance(layer, int) for _, layer in regions
+                )
             return known[key] + (extra[stage].get(compute, 0.0) if extra else 0.0)
 
         blocking = self.layout.virtual == 1

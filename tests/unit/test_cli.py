@@ -16,7 +16,13 @@ from sparetrain_megatron.report.summary import Statistics, write_summary
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run on two ranks: three mismatches, two rollbacks."""
-    place = {"host": "node7", "device": "cuda:1", "phase": "backward", "method": "naive"}
+    place = {
+        "host": "node7",
+        "device": "cuda:1",
+        "phase": "backward",
+        "method": "naive",
+        "layer": 4,
+    }
     for rank in (0, 1):
         log = EventLog(tmp_path, rank)
         if rank == 1:
@@ -43,7 +49,7 @@ def test_report(run, capsys):
     assert "\x1b" not in text
     lines = [line.split() for line in text.splitlines()]
     for expected in (
-        ["1", "node7", "cuda:1", "backward", "mm", "naive", "3", "primary", "3"],
+        ["1", "node7", "cuda:1", "4", "backward", "mm", "naive", "3", "2,", "5", "primary", "3"],
         ["2", "1", "1"],
         ["5", "1", "1"],
         ["naive", "matmul", "1,234"],
@@ -64,11 +70,13 @@ def test_report_as_json(run, capsys):
             "rank": 1,
             "host": "node7",
             "device": "cuda:1",
+            "layer": 4,
             "phase": "backward",
             "operator": "mm",
             "method": "naive",
             "count": 3,
             "wrong": {"primary": 3},
+            "iterations": [2, 5],
         }
     ]
     assert len(report["mismatches"]) == 3

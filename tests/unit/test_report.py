@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparetrain_megatron.config import SparetrainConfig
+from sparetrain_megatron.report import runs
 from sparetrain_megatron.report.events import EventLog, read_events
 from sparetrain_megatron.report.summary import Statistics, read_summary, write_summary
 from sparetrain_megatron.report.terminal import (
@@ -181,6 +182,38 @@ class TestSummary:
                 read_summary(tmp_path)
 
 
+class TestRuns:
+    def test_a_finished_run_is_set_aside(self, tmp_path):
+        assert runs.finished(tmp_path) is None
+        EventLog(tmp_path, 0).emit("iteration", iteration=1)
+        assert runs.finished(tmp_path) is None  # it was killed: the next one goes on
+        for number in (1, 2):
+            EventLog(tmp_path, 7).emit("iteration", iteration=number)
+            write_summary(tmp_path, Statistics(iterations=number), SparetrainConfig(), 1)
+            (tmp_path / "plan.json").write_text("{}")
+            (tmp_path / "notes.txt").write_text("not ours")
+            target = runs.finished(tmp_path)
+            assert target == tmp_path / f"run-{number}"
+            runs.set_aside(tmp_path, target)
+            assert read_summary(target)["iterations"] == number
+            assert [event["iteration"] for event in read_events(target)][-1] == number
+            assert (target / "plan.json").exists() and (tmp_path / "notes.txt").exists()
+        assert list(read_events(tmp_path)) == []
+        assert [path.name for path in runs.earlier(tmp_path)] == ["run-1", "run-2"]
+
+    def test_the_plan_that_is_going_to_be_used_stays(self, tmp_path):
+        write_summary(tmp_path, Statistics(), SparetrainConfig(), 1)
+        (tmp_path / "plan.json").write_text("{}")
+        runs.set_aside(tmp_path, tmp_path / "run-1", tmp_path / "." / "plan.json")
+        assert (tmp_path / "plan.json").exists()
+        assert [path.name for path in (tmp_path / "run-1").iterdir()] == ["summary.json"]
+
+    def test_runs_after_the_ninth_are_still_in_order(self, tmp_path):
+        for number in (10, 9, 2):
+            (tmp_path / f"run-{number}").mkdir()
+        assert [path.name for path in runs.earlier(tmp_path)] == ["run-2", "run-9", "run-10"]
+
+
 class OneWrite(io.StringIO):
     """Counts writes: what is written in pieces mixes with other ranks' lines."""
 
@@ -224,6 +257,8 @@ class TestTerminal:
             "time in checks 41.2 % of the iteration"
         )
         assert "1 mismatch, 1 rollback," in interval_line(Statistics(mismatches=1, rollbacks=1))
+        # The summary counts all ranks: of one rank's line it has to be said that it is one's.
+        assert interval_line(one, 3, 4).startswith("rank 3 of 4 alone: 12,345 operators checked,")
 
     def test_say_writes_once(self):
         stream = OneWrite()

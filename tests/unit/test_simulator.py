@@ -99,6 +99,18 @@ def test_fingerprints_cost():
     )
 
 
+def test_waiting_for_the_host_hides_nothing():
+    plain = simulate(SMALL, LAYOUT, SLOW, PAPER, ("naive", "full"))
+    late = simulate(
+        SMALL, LAYOUT, SLOW, dataclasses.replace(PAPER, host_gap=1e-3), ("naive", "full")
+    )
+    assert late.step.idle_share > plain.step.idle_share
+    assert any("waits 1 ms for the host" in sentence for sentence in late.said)
+    for mode in ("naive", "full"):
+        added = [r.modes[mode].step_seconds - r.step.step_seconds for r in (plain, late)]
+        assert added[1] == pytest.approx(added[0], rel=0.02)
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(UsageError, match=r"does not fit into 4 GiB: stage 0 needs \d+"):
         simulate(SMALL, LAYOUT, dataclasses.replace(SLOW, memory=4 << 30))
@@ -157,6 +169,11 @@ def test_command(capsys, tmp_path):
     file.write_text(FLAGS)
     assert cli.main(["simulate", "--megatron-args", f"@{file}", "--pp", "4", "--search", "8"]) == 0
     text = capsys.readouterr().out
+    slower = [*command, "--modes", "naive", "--deterministic", "--node-adapter", "0.2", "--json"]
+    assert cli.main(slower) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert other["windows_s"]["pipeline"] > 10 * values["windows_s"]["pipeline"]
+    assert other["windows_s"]["tensor"] > values["windows_s"]["tensor"]
     for words in ("layouts, best of", "idle share", "assumptions", "D-DMR_inter", "vs naive"):
         assert words in text
     assert "\x1b" not in text
@@ -171,6 +188,7 @@ def test_command(capsys, tmp_path):
         (["--preset", "llama3-70b", "--tp", "3"], "doesn't divide"),
         (["--preset", "llama3-70b", "--window-use", "2"], "--window-use 2"),
         (["--preset", "llama3-70b", "--memory-budget", "much"], "--memory-budget"),
+        (["--preset", "llama3-70b", "--node-adapter", "0"], "--node-adapter 0"),
         (["--megatron-args", "@/nowhere"], "@/nowhere"),
     ],
 )

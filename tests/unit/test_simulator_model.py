@@ -155,3 +155,30 @@ def test_megatron_arguments():
         from_megatron(["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"])
     with pytest.raises(UsageError, match="num-layers"):
         from_megatron(["--num-layers", "two"])
+
+
+def test_an_adapter_of_a_node_is_shared_by_its_gpus():
+    shared = PRESETS["h200"].shared_adapter(8e9)
+    assert shared.wire.send(1e9) == pytest.approx(1.0, rel=1e-3)
+    assert shared.network.all_reduce(1e9, 2) == pytest.approx(1.0, rel=1e-3)
+    assert shared.nvlink == PRESETS["h200"].nvlink
+
+
+def test_deterministic_collectives_are_slower_inside_a_node_only():
+    plain, ring = PRESETS["h200"], PRESETS["h200"].deterministic()
+    assert ring.nvlink.rate(1e9) == pytest.approx(365e9)
+    assert ring.wire == plain.wire
+
+
+def test_saved_activations_are_cut_without_sequence_parallelism_too():
+    whole = Layout(8, 2, sequence_parallel=False)
+    cut = dataclasses.replace(whole, distribute_saved=True)
+    model = shape("llama3-70b")
+    held = stage_memory(model, whole, 0).held
+    assert stage_memory(model, cut, 0).held == held / 8
+    assert stage_memory(model, Layout(8, 2), 0).held == held / 8
+    _, layout = from_megatron(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--distribute-saved-activations".split()
+    )
+    assert layout["distribute_saved"]
