@@ -73,7 +73,7 @@ class SparetrainConfig(BaseModel):
     enabled: bool = False
     """Turn protection on."""
 
-    mode: Mode = "piggyback"
+    mode: Mode = "full"
     """Which methods may be used: naive runs every operator twice at once; piggyback also takes
     the recompute of activation checkpointing as the second execution of the forward; coarse
     replays segments of transformer blocks in windows of communication; full also defers what lies

@@ -30,6 +30,9 @@ DRIFT = 0.35
 """
 
 DRIFT_ITERATIONS = 8
+SHORTEST = 1e-3
+"""Seconds of an iteration below which nobody cares how long windows are."""
+
 HOST_BUDGET = 1 << 30
 """Bytes that deferral may hold on a CPU when nothing is said."""
 
@@ -57,6 +60,8 @@ class Planned:
         self._varying = varying if plan.mode == "full" else frozenset()
         self._blocks: dict[tuple[int, int, int], Method] = {}
         self._rest: dict[tuple[int, str], set[int | str]] = {}
+        self.unplanned = 0
+        """Blocks that have come and that the plan doesn't have."""
 
     def block(self, chunk: int, microbatch: int, index: int) -> Method:
         key = (chunk, microbatch, index)
@@ -70,6 +75,8 @@ class Planned:
         if layer in self._varying:
             return "single"
         choice = self._plan.choice(microbatch, layer, "backward")
+        if not choice.known:
+            self.unplanned += 1
         if choice.segments:
             parts = {part.phase for segment, _ in choice.segments for part in segment.parts}
             return "segment" if "recompute" in parts else "single"
@@ -114,6 +121,7 @@ class Planning:
         directory: Where profiles and the plan go.
         leads: Whether this rank plans for its stage; true on one rank of each.
         spell: How the user writes a field of the configuration.
+        warn: Reports something that the user should know of.
     """
 
     def __init__(
@@ -127,6 +135,7 @@ class Planning:
         leads: bool,
         varying: frozenset[int] = frozenset(),
         spell: Callable[[str], str] = FLAGS.__getitem__,
+        warn: Callable[[str], None] = say,
     ) -> None:
         self.varying = varying
         self._engine = engine
@@ -136,8 +145,11 @@ class Planning:
         self._identity = identity
         self._budget = budget_bytes(config, engine.device)
         self._recorder: Recorder | None = None
-        self._expected = 0.0
-        self._ratios: list[float] = []
+        self._expected: float | None = None
+        self._follows = False  # it was told how to defer
+        self._waits: list[float] = []
+        self._warn = warn
+        self._told = 0
         self.plan: Plan | None = None
         self.leads = leads
         engine.deferred.budget = self._budget
@@ -157,7 +169,7 @@ class Planning:
     def follow(self, strategy: Strategy) -> None:
         """Defers as a strategy says, whatever a plan would."""
         self._recorder = self._engine.observer = None
-        self._expected = 0.0
+        self._follows = True
         self._engine.strategy = strategy
 
     def _profile(self) -> None:
@@ -218,25 +230,43 @@ class Planning:
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
         self._engine.strategy = Planned(plan, self._layers, self.varying)
-        self._expected = plan.totals.window_seconds
-        self._ratios.clear()
+        # Windows of a plan made here are those of profiled iterations, in which peers kept each
+        # other waiting with their own checks: what it comes to is seen in the first iterations.
+        self._expected = None if self._config.plan is None else plan.totals.window_seconds
+        self._waits.clear()
 
     def _watch(self, waited: float) -> None:
-        """Profiles again when the windows are not those of the plan; agreed on by all ranks."""
-        if self._expected <= 0:
+        """Profiles again when the windows are not what they were; agreed on by all ranks."""
+        if self._follows:
             return
-        self._ratios.append(waited / self._expected)
-        if len(self._ratios) < DRIFT_ITERATIONS:
+        self._tell_unplanned()
+        self._waits.append(waited)
+        if len(self._waits) < DRIFT_ITERATIONS:
             return
-        drifted = abs(statistics.median(self._ratios) - 1) > DRIFT
-        self._ratios.clear()
+        usual = statistics.median(self._waits)
+        self._waits.clear()
+        if self._expected is None:
+            self._expected = usual
+        drifted = abs(usual - self._expected) > DRIFT * self._expected and usual > SHORTEST
         flag = torch.tensor([int(drifted)], dtype=torch.int32, device=self._engine.device)
         with self._engine.paused():
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if flag.item():
             if self._engine.position.rank == 0:
                 say("windows have drifted from the plan's: profiling again")
+            self._config = self._config.model_copy(update={"plan": None})
             self._profile()
+
+    def _tell_unplanned(self) -> None:
+        strategy = self._engine.strategy
+        if isinstance(strategy, Planned) and strategy.unplanned > self._told:
+            if not self._told:
+                self._warn(
+                    f"{strategy.unplanned} checkpointed blocks of an iteration are not in the "
+                    "plan, as when the number of microbatches grows; their backward is checked at "
+                    "once"
+                )
+            self._told = strategy.unplanned
 
 
 def planned(plan: Plan) -> str:

@@ -88,7 +88,7 @@ def protected(
         **settings: Fields of ``SparetrainConfig``.
     """
     inject = tuple(str(FaultSpec.parse(text)) for text in inject)
-    settings = {"dir": str(directory), "inject": inject, **settings}
+    settings = {"dir": str(directory), "inject": inject, "mode": "piggyback", **settings}
     before = functools.partial(attach, settings, also)
     ranks = run_case(
         argv, world_size, before=before, after=after, env=env or {}, timeout=timeout, te=te

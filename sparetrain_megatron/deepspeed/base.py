@@ -102,6 +102,7 @@ class DeepSpeedProtection(Protection):
                 self.config.directory(),
                 leads=plans_for_stage(deepspeed),
                 spell=spell,
+                warn=self.warn,
             )
         deepspeed.sparetrain = self
 

@@ -152,6 +152,7 @@ class Protection(protection.Protection):
                 directory,
                 leads=plans_for_stage(),
                 varying=expert_layers(model),
+                warn=self.warn,
             )
 
     def _optimizer_chunk(self) -> int:

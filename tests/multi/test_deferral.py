@@ -44,8 +44,7 @@ def force(method: str, rest: bool, binds: bool, also: Any, rank: int) -> None:
 
     def forced(planning: Planning, plan: Any) -> None:
         adopt(planning, plan)
-        planning._expected = 0.0
-        planning._engine.strategy = Everything(rest=rest, method=method)
+        planning.follow(Everything(rest=rest, method=method))
 
     Planning._adopt = forced
     watch(Deferred)
@@ -242,11 +241,11 @@ def test_a_block_with_dropout_is_not_bound(megatron, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, budget",
     [
-        ("pp2_full_recompute", "64KiB"),
+        ("pp2_full_recompute", "300KiB"),
         *(
             pytest.param(name, budget, marks=pytest.mark.acceptance)
             for name in ("pp2_full_recompute", "llama", "dp2_overlap", "tp2_sequence_parallel")
-            for budget in ("1KiB", "64KiB", "300KiB", "1MiB", "1GiB")
+            for budget in ("1KiB", "64KiB", "1MiB", "1GiB")
         ),
     ],
 )
@@ -262,7 +261,7 @@ def test_held_bytes_stay_within_the_budget(
     for rank in told:
         assert rank["budget"] == parse_size(budget)
         assert rank["most"] <= rank["budget"]
-    if budget == "64KiB":
+    if budget == "300KiB":
         assert any(rank["operators"].get("demoted", 0) for rank in told)
         assert all(rank["most"] > 0 for rank in told)
 

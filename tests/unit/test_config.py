@@ -32,7 +32,7 @@ def refusal(line: str, **environ: str) -> str:
 def test_defaults():
     config = parse("--sparetrain")
     assert config == SparetrainConfig(enabled=True)
-    assert (config.mode, config.strict, config.on_mismatch) == ("piggyback", True, "rollback")
+    assert (config.mode, config.strict, config.on_mismatch) == ("full", True, "rollback")
     assert (config.max_rollbacks, config.reductions) == (2, 1.0)
     assert config.optimizer_chunk_bytes == 256 * 2**20
     assert not parse("pretrain_gpt.py --lr 1").enabled
@@ -89,8 +89,14 @@ def test_frozen_and_documented():
         ("--sparetrain-on-mismatch panic", ["--sparetrain-on-mismatch", "'abort'"]),
         ("--sparetrain-inject iteration=x", ["--sparetrain-inject", "iteration"]),
         ("--sparetrain-inject colour=red", ["--sparetrain-inject", "colour"]),
-        ("--sparetrain-plan p.json", ["--sparetrain-plan has no effect", "piggyback"]),
-        ("--sparetrain-profile-iters 3", ["--sparetrain-profile-iters has no effect", "piggyback"]),
+        (
+            "--sparetrain-plan p.json --sparetrain-mode piggyback",
+            ["--sparetrain-plan has no effect", "piggyback"],
+        ),
+        (
+            "--sparetrain-profile-iters 3 --sparetrain-mode piggyback",
+            ["--sparetrain-profile-iters has no effect", "piggyback"],
+        ),
         (
             "--sparetrain-memory-budget 4GiB --sparetrain-mode naive",
             ["--sparetrain-memory-budget has no effect", "--sparetrain-mode naive", "coarse"],
