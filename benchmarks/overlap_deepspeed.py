@@ -2,7 +2,8 @@
 
 Trains a small GPT on two "hosts", one rank on each: two network namespaces of this machine, joined
 by a link whose rate is chosen so that a rank is idle for the asked share of an unprotected step.
-The modes alternate step by step in the same two processes.
+The modes alternate step by step in the same two processes. By default every sum of gradients is
+done twice, and so crosses the link twice; in the last mode one in ten is.
 
     python benchmarks/overlap_deepspeed.py --case zero1 --json benchmarks/results/FILE.json
 
@@ -34,7 +35,7 @@ from typing import Any
 from overlap import quartiles, stop, wait
 from two_hosts import LinkError, hosts
 
-MODES = ("unprotected", "naive", "piggyback", "full")
+MODES = ("unprotected", "naive", "piggyback", "full", "full, reductions 0.1")
 HERE = Path(__file__).resolve().parent
 
 
@@ -146,7 +147,7 @@ def print_table(case: str, result: dict[str, Any]) -> None:
     for mode, row in result["modes"].items():
         low, high = row["ratio_spread"]
         print(
-            f"  {mode:12} {row['ratio']:.3f} ({low:.3f}-{high:.3f})  outside "
+            f"  {mode:20} {row['ratio']:.3f} ({low:.3f}-{high:.3f})  outside "
             f"{row['outside_share']:.1%}  in windows {row['in_window_share']:.0%}  held "
             f"{row['peak_held_bytes'] / 1e6:.1f} MB"
         )

@@ -17,7 +17,7 @@ from overlap_rank import die_with_parent
 from two_hosts import ShapedLink
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = ("unprotected", "naive", "piggyback", "full")
+MODES = ("unprotected", "naive", "piggyback", "full", "full, reductions 0.1")
 PROFILED = 2
 TRIES = 3
 TOLERANCE = 0.03
@@ -206,7 +206,7 @@ class Run:
             "drained": sum(deferred.outside.values()) - drained,
             "held": figures.peak_bytes_held,
         }
-        self.say(f"{mode:12} {step['seconds']:7.2f} s")
+        self.say(f"{mode:20} {step['seconds']:7.2f} s")
         return step
 
     def _iterate(self) -> None:
@@ -234,14 +234,15 @@ class Run:
         if mode == "profile":  # the protection does it by itself
             yield
             return
-        before = protection.enabled, engine.piggyback, engine.strategy
+        before = protection.enabled, engine.piggyback, engine.strategy, engine.reductions
+        engine.reductions = 0.1 if mode.endswith("0.1") else 1.0
         protection.enabled = mode != "unprotected"
         engine.piggyback = mode != "naive"
-        engine.strategy = self.planned if mode == "full" else Immediate(engine.piggyback)
+        engine.strategy = self.planned if mode.startswith("full") else Immediate(engine.piggyback)
         try:
             yield
         finally:
-            protection.enabled, engine.piggyback, engine.strategy = before
+            protection.enabled, engine.piggyback, engine.strategy, engine.reductions = before
 
 
 if __name__ == "__main__":

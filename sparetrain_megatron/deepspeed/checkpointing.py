@@ -83,12 +83,10 @@ class Recompute(Blocks):
 
     def _end_at_inputs(self, inputs: Any) -> None:
         """Has a block's backward end where it gives a gradient back."""
-        microbatch = self.engine.position.microbatch
 
         def ended(gradients: Any) -> None:
-            self.engine.close_tape()
-            if self.engine.strategy.defers_rest(0, microbatch or 0, "backward", "embedding"):
-                self.engine.open_tape()
+            with self.engine.between_tapes():
+                pass
 
         for tensor in nested_tensors(inputs):
             if tensor.grad_fn is not None:

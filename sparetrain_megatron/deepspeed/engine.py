@@ -78,7 +78,7 @@ class EngineProtection(DeepSpeedProtection):
             outputs = self._run_forward(len(self._microbatches), args, kwargs)
             microbatch.tape = LossTape(outputs, functools.partial(self._direct, microbatch))
             microbatch.originals = microbatch.tape.originals
-            microbatch.inputs = [weakref.ref(t) for t in tensors_of((args, kwargs))]
+            microbatch.inputs = tensors_of((args, kwargs))
             self._following.enter_context(microbatch.tape)
             return outputs
 
@@ -185,10 +185,11 @@ class EngineProtection(DeepSpeedProtection):
 
     def _keep_from_loop(self, microbatch: Microbatch) -> None:
         """What the loop holds it may write, unseen, from now on: a batch's memory above all."""
-        references = (*microbatch.inputs, *microbatch.originals, microbatch.original_loss)
-        tensors = map(_there, references)
+        outputs = map(_there, (*microbatch.originals, microbatch.original_loss))
+        held = [*microbatch.inputs, *(t for t in outputs if t is not None)]
+        microbatch.inputs = []
         with self.engine.paused():
-            self.engine.deferred.before_write([t for t in tensors if t is not None])
+            self.engine.deferred.before_write(held)
 
     # --- repeating it --------------------------------------------------------------------------
 

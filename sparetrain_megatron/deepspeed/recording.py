@@ -249,7 +249,8 @@ class Microbatch:
     tape: LossTape | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     obstacle: str = ""
-    inputs: list[Any] = dataclasses.field(default_factory=list)
+    inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """What the forward was given, until the backward has ended."""
     originals: list[Any] = dataclasses.field(default_factory=list)
     original_loss: Any = None
     backward: Callable[[torch.Tensor], Any] | None = None

@@ -82,6 +82,7 @@ def test_by_plan(tmp_path: Path, name: str) -> None:
     assert not (again / "profile.rank0.json").exists()
 
 
+@pytest.mark.acceptance
 def test_plan_of_another_engine_is_refused(tmp_path: Path) -> None:
     case = {**CASES["zero1_fp32_1"], "iterations": 2}
     protected(case, tmp_path / "first", mode="full", profile_iters=1)
