@@ -94,3 +94,14 @@ def test_profiles_of_another_job_are_refused(profiles, tmp_path, capsys):
         simulator_check.main([str(source), str(tmp_path)])
     assert stopped.value.code == 2 and "no profile.rank" in capsys.readouterr().err
     assert isinstance(found[0], Profile)
+
+
+@pytest.mark.parametrize(
+    "path", (ROOT / "benchmarks" / "results").glob("simulator_check-*.json"), ids=lambda p: p.stem
+)
+def test_stored_comparisons_are_within(path):
+    stored = json.loads(path.read_text())
+    assert set(stored["modes"]) == set(MODES)
+    for row in stored["modes"].values():
+        off = abs(row["predicted"] - row["measured"])
+        assert row["within"] and off <= max(0.25 * row["measured"], 0.015)
