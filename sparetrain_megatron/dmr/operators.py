@@ -135,6 +135,11 @@ class Operator:
         return found
 
 
+def ignores_first(operator: Operator, kwargs: dict[str, Any]) -> bool:
+    """Whether a call does not read its first argument: a ``beta = 0`` product's scratch buffer."""
+    return operator.name in ("addmm", "baddbmm") and kwargs.get("beta", 1) == 0
+
+
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
         found.append(value)

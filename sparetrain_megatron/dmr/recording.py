@@ -144,6 +144,17 @@ class Recording:
         finally:
             self.tape, self.passes, self.beside = before
 
+    @own_work
+    def frees(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The framework takes the memory of these away under everybody who holds them.
+
+        Tapes that read them, pending ones and the open one, get private copies.
+        """
+        self.deferred.before_write(tensors)
+        if self.tape is not None:
+            for tensor in tensors:
+                self.tape.forget(tensor)
+
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """Operators run without the interceptor: those of a bound block."""

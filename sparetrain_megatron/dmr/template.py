@@ -23,7 +23,7 @@ import torch
 
 from .fingerprint import Fingerprint
 from .foreign import Call
-from .operators import Kind
+from .operators import Kind, ignores_first
 from .own_work import own_work
 from .position import Position
 from .tape import Entry, Leaving, Ref, Source, Tape
@@ -180,8 +180,7 @@ def _content_ignored(tape: Tape, slot: int) -> bool:
     """Whether a slot is only ever the first argument of ``beta = 0`` products: a scratch buffer."""
     readers = [entry for entry in tape.entries if slot in entry.reads]
     return bool(readers) and all(
-        entry.operator.name in ("addmm", "baddbmm")
-        and entry.kwargs.get("beta", 1) == 0
+        ignores_first(entry.operator, entry.kwargs)
         and entry.reads.count(slot) == 1
         and entry.reads[0] == slot
         for entry in readers

@@ -21,7 +21,10 @@ class Recompute(Blocks):
     def __init__(self, engine: Engine, patches: Patches) -> None:
         from megatron.core import tensor_parallel
         from megatron.core.distributed import DistributedDataParallel
-        from megatron.core.tensor_parallel.random import CheckpointFunction
+        from megatron.core.tensor_parallel.random import (
+            CheckpointFunction,
+            CheckpointWithoutOutput,
+        )
 
         super().__init__(engine)
         original = tensor_parallel.checkpoint
@@ -32,6 +35,17 @@ class Recompute(Blocks):
 
         patches.replace(tensor_parallel, "checkpoint", checkpoint)
         self.wrap_backward(CheckpointFunction, patches)
+        discard = CheckpointWithoutOutput.discard_output_and_register_recompute
+
+        @functools.wraps(discard)
+        def discard_output(checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+            if engine.is_active:
+                engine.frees(checkpoint.outputs or ())
+            return discard(checkpoint, *args, **kwargs)
+
+        patches.replace(
+            CheckpointWithoutOutput, "discard_output_and_register_recompute", discard_output
+        )
         make_hook = DistributedDataParallel._make_backward_post_hook
 
         @functools.wraps(make_hook)

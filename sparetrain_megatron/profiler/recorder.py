@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..dmr.naive import results
-from ..dmr.operators import Kind, Operator, tensors_of
+from ..dmr.operators import Kind, Operator, ignores_first, tensors_of
 from ..dmr.position import Position
 from ..plan import profile as data
 
@@ -134,7 +134,8 @@ class Recorder:
         if self._beside():
             return self._at_once(region, handler, operator, func, args, kwargs)
         written = operator.written_tensors(args, kwargs)
-        inputs, held = self._inputs(region, tensors_of(args, kwargs))
+        reads = args[1:] if ignores_first(operator, kwargs) else args
+        inputs, held = self._inputs(region, tensors_of(reads, kwargs))
         # The first to write an allocation is the one that produces it.
         first = bool(written) and all(t.untyped_storage()._cdata in self._empty for t in written)
         self._empty.difference_update(t.untyped_storage()._cdata for t in written)

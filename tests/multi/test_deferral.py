@@ -396,3 +396,26 @@ def test_faults_are_found_and_taken_back(
     assert run.summary["rollbacks"] > 0
     attempts = {(m["iteration"], m["attempt"]) for m in run.of_kind("mismatch")}
     assert {(fault["iteration"], fault["attempt"]) for fault in run.faults} <= attempts
+
+
+def test_a_segment_holds_a_twentieth_of_what_its_operators_would(
+    megatron, english: Path, tmp_path: Path
+) -> None:
+    from sparetrain_megatron.plan import Profile
+    from sparetrain_megatron.plan.planner import Planner
+
+    run_full("llama", tmp_path, english, forced=False)
+    planner = Planner(Profile.load(tmp_path / "profile.rank0.json"), 0.9, "full")
+    compared = 0
+    for shape, block in planner.blocks.items():
+        whole = [c for c in planner.candidates[shape] if "recompute" in str(c.segment.parts)]
+        if block.has_recompute and whole:
+            best = max(whole, key=lambda candidate: candidate.worth)
+            singly = sum(
+                operator.held
+                for number, operator in enumerate(block.operators)
+                if best.covers >> number & 1
+            )
+            assert best.segment.boundary <= 0.05 * singly
+            compared += 1
+    assert compared
