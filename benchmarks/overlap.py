@@ -12,6 +12,9 @@ are their all-to-alls:
 
     python benchmarks/overlap.py --experts 8 --idle 68 --steps 12 --json FILE
 
+With ``--layout tensor`` or ``sequence`` it is the layers' collectives, and with ``interleaved`` a
+stage has several chunks of layers.
+
 Needs root and iproute2 (`ip`, `tc`); without them the link is emulated, and the output says so.
 
 What the figures mean:
@@ -69,6 +72,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument(
+        "--layout",
+        choices=("pipeline", "interleaved", "tensor", "sequence"),
+        default="pipeline",
+        help="two stages, of one or of several chunks; or tensor parallelism, without or with "
+        "sequence parallelism",
+    )
     parser.add_argument("--experts", type=int, default=0, help="of each layer; on both ranks")
     parser.add_argument("--topk", type=int, default=2, help="experts of a token")
     parser.add_argument("--vocabulary", type=int, default=4096)

@@ -233,7 +233,7 @@ class Run:
         recorder.detailed = False
         recorder.flush()
         waiting = sum(w[2] - w[0] for w in recorder.windows) - recorder.in_windows
-        if self.options.experts:
+        if self.options.experts or self.options.layout in ("tensor", "sequence"):
             # Gradients are summed over the link, too, with waits that are no window.
             waiting = seconds - cpu
         step: Step = {
@@ -286,12 +286,15 @@ def crossings(options: Any) -> tuple[int, int]:
     """Bytes of one transfer over the link, and how many of them a step waits for in turn.
 
     BF16 activations: of a stage, [s, 1, h], forward and backward; or the half of the tokens that
-    goes to the other rank's experts, dispatched and combined in forward, recompute and backward.
+    goes to the other rank's experts, dispatched and combined in forward, recompute and backward;
+    or all of them, summed twice a layer in each of these.
     """
     size = options.sequence * options.hidden * 2
     if options.experts:
         return size * options.topk // 2, 6 * options.layers * options.microbatches // 2
-    return size, 2 * options.microbatches
+    if options.layout in ("tensor", "sequence"):
+        return size, 6 * options.layers * options.microbatches
+    return size, (4 if options.layout == "interleaved" else 2) * options.microbatches
 
 
 def first_transfer(busy: float, step: float, idle: float, count: int) -> float:
@@ -380,12 +383,17 @@ def in_mode(protection: Any, mode: str, planned: Any = None) -> Generator[None]:
 
 
 def arguments(options: Any) -> list[str]:
-    """Megatron's flags: a Llama-style model, full recompute; two pipeline stages, or experts on
+    """Megatron's flags: a Llama-style model, full recompute; the layout asked for, or experts on
     both ranks."""
     hidden = options.hidden
     rounds = options.steps + 2
     steps = 4 + 3 * CALIBRATIONS + PROFILED + rounds * len(options.modes)
-    layout = "--pipeline-model-parallel-size 2"
+    layout = {
+        "pipeline": "--pipeline-model-parallel-size 2",
+        "interleaved": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        "tensor": "--tensor-model-parallel-size 2",
+        "sequence": "--tensor-model-parallel-size 2 --sequence-parallel",
+    }[options.layout]
     if options.experts:
         layout = f"""
             --expert-model-parallel-size 2 --num-experts {options.experts}
