@@ -9,7 +9,6 @@ import copy
 import functools
 import json
 import os
-import runpy
 import signal
 import statistics
 import sys
@@ -22,9 +21,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import one_process
 from two_hosts import EmulatedLink, ShapedLink
 
-ROOT = Path(__file__).resolve().parents[1]
 CALIBRATIONS = 5
 PROFILED = 5
 TOLERANCE = 0.01
@@ -43,14 +42,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    sys.path.insert(0, str(ROOT))
-    import torch
-
-    torch.set_num_threads(1)
-    from sparetrain_megatron import hostdevice
-
-    hostdevice.install()
-    hostdevice.prepare_megatron()
+    one_process.prepare()
     from megatron.training import training
 
     from sparetrain_megatron import megatron
@@ -61,10 +53,8 @@ def main() -> None:
         protection = megatron.attach(config)
         run = Run(options, protection, emulated=options.link == "emulated")
         training.train_step = run.stepping(training.train_step)
-        sys.argv = ["pretrain_gpt.py", *arguments(options)]
-        script = str(ROOT / "examples/quickstart/pretrain_gpt.py")
         try:
-            runpy.run_path(script, run_name="__main__")
+            one_process.train(arguments(options))
         except Finished:
             run.report(Path(options.out))
 
@@ -383,8 +373,8 @@ def in_mode(protection: Any, mode: str, planned: Any = None) -> Generator[None]:
 
 
 def arguments(options: Any) -> list[str]:
-    """Megatron's flags: a Llama-style model, full recompute; the layout asked for, or experts on
-    both ranks."""
+    """Megatron's flags beside those of ``one_process``: the layout asked for, or experts on both
+    ranks."""
     hidden = options.hidden
     rounds = options.steps + 2
     steps = 4 + 3 * CALIBRATIONS + PROFILED + rounds * len(options.modes)
@@ -408,16 +398,10 @@ def arguments(options: Any) -> list[str]:
         --num-attention-heads {hidden // 64} --group-query-attention
         --num-query-groups {max(1, hidden // 256)}
         --seq-length {options.sequence} --max-position-embeddings {options.sequence}
-        --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
-        --untie-embeddings-and-output-weights --bf16
         --attention-dropout 0 --hidden-dropout 0
-        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-        --micro-batch-size 1 --global-batch-size {options.microbatches}
-        --train-iters {steps} --lr 1e-4 --lr-decay-style constant
-        --tokenizer-type NullTokenizer --vocab-size {options.vocabulary - 1} --mock-data
-        --log-interval 100000 --eval-iters 0 --eval-interval 100000 --transformer-impl local
-        --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
-        --no-rope-fusion --distributed-timeout-minutes 10 --num-workers 0
+        --global-batch-size {options.microbatches} --train-iters {steps}
+        --vocab-size {options.vocabulary - 1} --log-interval 100000
+        --distributed-timeout-minutes 10 --num-workers 0
     """
     return text.split()
 
