@@ -284,22 +284,22 @@ def check_plan(path: Path, spelled: str, identity: Identity, stages: Iterable[in
     Args:
         path: The plan's file.
         spelled: How the user writes that setting.
-        identity: Of this job.
+        identity: Of this job, on these stages.
         stages: Pipeline stages that it has to be for.
 
     Raises:
         UsageError: It was not; names the setting and what differs.
     """
-    plans = load_plans(path)
-    missing = sorted({*stages} - plans.keys())
+    plans, stages = load_plans(path), sorted(stages)
+    missing = [stage for stage in stages if stage not in plans]
     if missing:
         has = ", ".join(map(str, sorted(plans)))
         raise UsageError(
             f"{spelled} {path}: has no plan for pipeline stage {missing[0]}, only for {has}"
         )
-    for plan in plans.values():
+    for stage in stages:
         try:
-            plan.refuse_unless_for(identity)
+            plans[stage].refuse_unless_for(identity)
         except UsageError as error:
             raise UsageError(f"{spelled} {path}: {error}") from None
 
