@@ -74,6 +74,21 @@ def test_by_plan(megatron, tmp_path: Path, name: str) -> None:
     assert result.of_kind("mismatch") == []
 
 
+@pytest.mark.acceptance
+@pytest.mark.parametrize("budget", ["4KiB", "64KiB", "512KiB"])
+@pytest.mark.parametrize("name", ["moe_ep2", "moe_top1_allgather_bf16", "moe_pp2_ep2"])
+def test_held_bytes_stay_within_the_budget(
+    megatron, tmp_path: Path, name: str, budget: str
+) -> None:
+    result, told = run_full(name, tmp_path, method="single", memory_budget=budget)
+    assert_same_training(result, expected(name))
+    assert result.of_kind("mismatch") == []
+    for rank in told:
+        assert rank["most"] <= rank["budget"]
+        if budget == "4KiB":
+            assert rank["operators"]["demoted"] > 0
+
+
 def test_experts_on_one_rank_are_not_bound(megatron, tmp_path: Path) -> None:
     """Without collectives inside, the block is one tape; its shapes change all the same."""
     name = "moe_top2_alltoall_bf16"
