@@ -196,7 +196,12 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
         layers = [LayerSpec(Embedding), *[LayerSpec(Block)] * 2, LayerSpec(Head)]
         model: nn.Module = PipelineModule(
-            layers, num_stages=2, loss_fn=cross_entropy, partition_method="uniform"
+            layers,
+            num_stages=2,
+            loss_fn=cross_entropy,
+            partition_method="uniform",
+            # Reentrant checkpointing needs an input that requires gradients: no tokens.
+            checkpointable_layers=["Block"] if case.get("use_reentrant") else None,
         )
     else:
         model = Gpt(case)

@@ -42,6 +42,7 @@ CASES |= {
     for stage in (1, 3)
     for checkpoint in ("torch_reentrant", "deepspeed", "deepspeed_non_reentrant")
 }
+del CASES["deepspeed_non_reentrant_zero3"]  # an error in its backward: docs/deepspeed.md
 CASES |= {
     f"moe_k{k}_zero{stage}{'_checkpointed' * checkpointed}": {
         "stage": stage,
@@ -100,7 +101,8 @@ def faults(case: dict[str, Any], mode: str) -> list[str]:
         specs = [s.replace("phase=optimizer,nth=3", "operator=adam_update") for s in specs]
     if mode == "full":
         specs.append("iteration=4,attempt=2,rank=1,phase=held,nth=2,element=5,bit=13")
-    if case.get("checkpoint") or case.get("interval"):
+    # In mode naive nobody asks which of a block's two executions it is.
+    if mode != "naive" and (case.get("checkpoint") or case.get("interval")):
         specs.append("iteration=6,attempt=2,rank=1,phase=recompute,nth=7,element=5,bit=13")
     return [str(FaultSpec.parse(spec)) for spec in specs]
 
