@@ -83,6 +83,40 @@ def watch(deferred: Any) -> None:
         setattr(deferred, name, watched)
 
 
+def go_wrong(rank: int, call: int, backward: bool, here: int) -> None:
+    """An ``also`` hook: a wrong bit that no operator that is seen has made.
+
+    Args:
+        rank: Where.
+        call: Of an MLP's forward on this rank, from 1.
+        backward: The gradient of its input is hit, not its output.
+        here: This rank.
+    """
+    import ctypes
+
+    from megatron.core.transformer.mlp import MLP
+
+    protected = protection._attached
+    forward, calls = MLP.forward, [0]
+
+    def flip(tensor: Any) -> None:
+        address = tensor.data_ptr() + tensor.element_size() - 1  # sign and exponent
+        ctypes.c_uint8.from_address(address).value ^= 1
+        protected.seen["unseen"] = protected.engine._unseen
+
+    def wrong(mlp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        hit = here == rank and calls[0] == call
+        if hit and backward:
+            hidden.register_hook(flip)
+        output = forward(mlp, hidden, *args, **kwargs)
+        if hit and not backward:
+            flip(output[0])
+        return output
+
+    MLP.forward = wrong
+
+
 def tell(rank: int) -> dict[str, Any]:
     """An ``after`` hook: faults, and what became of deferral."""
     protected = protection._attached
@@ -233,6 +267,29 @@ def test_a_block_with_dropout_is_not_bound(megatron, tmp_path: Path) -> None:
     _, (rank,) = run_full("dropout_full_recompute", tmp_path)
     assert rank["templates"] == []
     assert rank["unbound"] == 4
+
+
+# Two layers a stage, four microbatches: 16 calls an iteration; the third begins with the 33rd.
+@pytest.mark.parametrize(
+    "where, rank, call, backward",
+    [
+        ("forward", 1, 33, False),
+        ("recompute", 1, 36, False),
+        ("backward", 1, 36, True),
+        pytest.param("recompute", 0, 38, False, marks=pytest.mark.acceptance),
+        pytest.param("backward", 0, 37, True, marks=pytest.mark.acceptance),
+    ],
+)
+def test_what_goes_wrong_in_a_bound_block_is_found(
+    megatron, tmp_path: Path, where: str, rank: int, call: int, backward: bool
+) -> None:
+    also = functools.partial(go_wrong, rank, call, backward)
+    run, told = run_full("pp2_full_recompute", tmp_path, also=also)
+    assert told[rank]["unseen"] is True
+    assert run.of_kind("mismatch")
+    assert run.summary["rollbacks"] == 1
+    case = CASES["pp2_full_recompute"]
+    assert_same_training(run, unprotected(case.argv(), case.world_size))
 
 
 # --- memory ---------------------------------------------------------------------------------------
