@@ -193,13 +193,18 @@ def clear_caches() -> None:
 
 @functools.cache
 def _caches() -> list[Any]:
-    return [
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # the collector does not tell of objects that it has been told to leave alone
+    found = [
         thing
         for thing in gc.get_objects()
         # Not isinstance, which would follow a weak proxy to an object that is gone.
         if issubclass(type(thing), functools._lru_cache_wrapper)
         and str(getattr(thing, "__module__", "")).startswith(("megatron.", "transformer_engine."))
     ]
+    if frozen:
+        gc.freeze()
+    return found
 
 
 class Validation:
