@@ -169,11 +169,14 @@ def test_command(capsys, tmp_path):
     file.write_text(FLAGS)
     assert cli.main(["simulate", "--megatron-args", f"@{file}", "--pp", "4", "--search", "8"]) == 0
     text = capsys.readouterr().out
-    slower = [*command, "--modes", "naive", "--deterministic", "--node-adapter", "0.2", "--json"]
-    assert cli.main(slower) == 0
-    other = json.loads(capsys.readouterr().out)
-    assert other["windows_s"]["pipeline"] > 10 * values["windows_s"]["pipeline"]
-    assert other["windows_s"]["tensor"] > values["windows_s"]["tensor"]
+    # Two nodes, so that the stages are joined by the adapters.
+    across = [*command, "--tp", "8", "--pp", "2", "--modes", "naive", "--deterministic", "--json"]
+    windows = []
+    for rate in ("50", "0.2"):
+        assert cli.main([*across, "--node-adapter", rate]) == 0
+        windows.append(json.loads(capsys.readouterr().out)["windows_s"])
+    assert windows[1]["pipeline"] > 10 * windows[0]["pipeline"]
+    assert windows[1]["tensor"] == windows[0]["tensor"]
     for words in ("layouts, best of", "idle share", "assumptions", "D-DMR_inter", "vs naive"):
         assert words in text
     assert "\x1b" not in text
