@@ -212,7 +212,7 @@ class Planning:
         engine, recorder = self._engine, self._recorder
         assert recorder is not None
         rank, stage = engine.position.rank, engine.position.stage
-        profile = recorder.profile(self._identity, rank, stage)
+        profile = recorder.profile(self._identity, rank, stage, engine.device)
         profile.save(self._directory / f"profile.rank{rank}.json")
         mine = None
         if self.leads:

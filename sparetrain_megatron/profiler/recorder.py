@@ -20,14 +20,10 @@ from ..dmr.naive import results
 from ..dmr.operators import Kind, Operator, ignores_first, tensors_of
 from ..dmr.position import Position
 from ..plan import profile as data
+from . import host_costs
 
 _clock = time.perf_counter
 
-# Host time on a core of a server's CPU; benchmarks/host_time.py measures them.
-RECORD = 12e-6  # seconds to record an operator
-OBSERVE = 8e-6  # seconds to take an operator's fingerprint, whatever its size
-BIND = 1e-6  # seconds for an operator of a bound block
-FINGERPRINT = 1 / 20e9  # seconds for a byte
 _STEP = Operator("step", Kind.MUTATING)
 _PHASES = {"accumulate": "backward", "communication": "forward", "held": "recompute"}
 
@@ -319,8 +315,14 @@ class Recorder:
 
     # --- afterwards ------------------------------------------------------------------------------
 
-    def profile(self, identity: data.Identity, rank: int, stage: int) -> data.Profile:
-        """The profile: medians over the recorded iterations.
+    def profile(
+        self,
+        identity: data.Identity,
+        rank: int,
+        stage: int,
+        device: torch.device | None = None,
+    ) -> data.Profile:
+        """The profile: medians over the recorded iterations, and what recording costs here.
 
         Raises:
             ValueError: Nothing was recorded.
@@ -351,9 +353,7 @@ class Recorder:
                 times = [steps[i][2] for steps in kept]  # type: ignore[index]
                 kind, what, _ = step
                 runs.append(data.Window(kind=kind, what=what, **_middle(times)))
-        costs = data.Costs(
-            record=RECORD, fingerprint=FINGERPRINT, observe=OBSERVE, bound=_bound(templates)
-        )
+        costs = host_costs.measure(device or torch.device("cpu"), _binds(templates))
         return data.Profile(
             identity=identity,
             rank=rank,
@@ -366,14 +366,14 @@ class Recorder:
         )
 
 
-def _bound(templates: Sequence[data.Template]) -> float | None:
-    """Time to bind an operator of a block; None where blocks have to be recorded."""
+def _binds(templates: Sequence[data.Template]) -> bool:
+    """Whether blocks run unseen once they are known; otherwise they have to be recorded."""
     for template in templates:
         if template.phase == "recompute" or template.name.startswith("backward"):
             block = template.phase == "recompute" or template.name.split()[-1].isdigit()
             if block and any(o.random or o.collective for o in template.operators):
-                return None
-    return BIND
+                return False
+    return True
 
 
 def _shape(step: Any) -> tuple:
