@@ -221,10 +221,15 @@ class Block:
         template = self._owner.templates.get(self._place) if self._bound() else None
         if template is not None and template.fits(inputs, incoming) and not template.due():
             return self._run_bound(template, original, ctx, gradients, inputs, incoming)
-        engine.closed.clear()
-        result = original(ctx, *gradients)
-        engine.close_tape(nested_tensors(result))
-        self._learn(inputs, incoming)
+        engine.learns = self._owner.binds and engine.observer is None
+        try:
+            result = original(ctx, *gradients)
+            engine.close_tape(nested_tensors(result))
+            if engine.learns:
+                self._learn(inputs, incoming)
+        finally:
+            engine.learns = False
+            engine.closed.clear()
         return result
 
     def _run_bound(
@@ -250,10 +255,7 @@ class Block:
     def _learn(self, inputs: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:
         """Makes the block's template from its first recorded run; compares with it later on."""
         engine, owner = self._engine, self._owner
-        tapes = list(engine.closed)
-        engine.closed.clear()
-        if not owner.binds or engine.observer is not None:
-            return
+        tapes = engine.closed
         known = owner.templates.get(self._place)
         if self._place not in owner.templates:
             made = None

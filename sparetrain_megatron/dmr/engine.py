@@ -105,6 +105,8 @@ class Engine(Passes, Recording):
         self.tape: Tape | None = None
         self.rest: Callable[[], bool] | None = None
         """Whether what follows here, outside of blocks, is deferred; None outside of a step."""
+        self.learns = False
+        """Whether tapes that end are kept: of a block that may become a template."""
         self.closed: list[Tape] = []
         """Tapes of the present block."""
         self.binding: dict[Source, Fingerprint] | None = None

@@ -51,6 +51,7 @@ class Recording:
     tape: Tape | None
     passes: list[Any]
     closed: list[Tape]
+    learns: bool
     binding: dict[Source, Fingerprint] | None
     waited: float
     rest: Callable[[], bool] | None
@@ -238,7 +239,8 @@ class Recording:
             tape.position.layer = self.position.layer
             with torch.no_grad():
                 tape.close(returned)
-                self.closed.append(tape)
+                if self.learns:
+                    self.closed.append(tape)
                 self.deferred.push(tape)
             self.statistics.seconds_in_checks += time.perf_counter() - start
 

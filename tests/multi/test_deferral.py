@@ -128,6 +128,7 @@ def tell(rank: int) -> dict[str, Any]:
         "unbound": sum(t is None for t in templates),
         "operators": dict(deferred.operators),
         "budget": deferred.budget,
+        "kept": len(protected.engine.closed),
         **getattr(protected, "seen", {}),
     }
 
@@ -208,6 +209,7 @@ def test_training_is_bitwise_that_of_an_unprotected_run(
     assert_transparent(name, english, run)
     for rank in told:
         assert rank["pushed"] > 0
+        assert rank["kept"] == 0
         assert sum(rank["operators"].values()) > 0
         assert rank["most"] <= rank["budget"]
 

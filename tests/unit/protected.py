@@ -28,6 +28,7 @@ class Watched(Engine):
         self.counters = Statistics()
         injector = Injector([FaultSpec.parse(spec) for spec in specs], 0)
         super().__init__(self.counters, injector, on_mismatch=self.found.append, **options)
+        self.learns = True  # tests look at the tapes that have ended
         self.begin(1, 1)
 
     def protect(self, call: Callable[[], Any]) -> Any:
