@@ -219,8 +219,8 @@ def test_slurm_starts_a_task_on_each_node(tmp_path: Path, recipe: str) -> None:
 SMOKES = [
     pytest.param("mistral_large", "94", 2),
     pytest.param("llama3_70b", "80", 3, marks=pytest.mark.acceptance),
-    pytest.param("llama3_70b", "94", 4, marks=pytest.mark.acceptance),
-    pytest.param("llama4_scout", "94", 4, marks=pytest.mark.acceptance),
+    pytest.param("llama3_70b", "94", 4),
+    pytest.param("llama4_scout", "94", 4),
 ]
 
 
