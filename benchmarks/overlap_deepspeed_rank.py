@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from overlap_rank import die_with_parent
+from overlap_rank import on_a_core
 from two_hosts import ShapedLink
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,10 +26,7 @@ FAST = 1e9
 
 def main() -> None:
     options = SimpleNamespace(**json.loads(sys.argv[1]))
-    die_with_parent()
-    rank = int(os.environ["RANK"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    rank = on_a_core()
     sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "deepspeed_gpt")]
     import torch
     import torch.distributed as dist

@@ -38,10 +38,7 @@ class Finished(Exception):
 
 def main() -> None:
     options = SimpleNamespace(**json.loads(sys.argv[1]))
-    die_with_parent()
-    rank = int(os.environ["RANK"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    on_a_core()
     one_process.prepare()
     from megatron.training import training
 
@@ -57,6 +54,15 @@ def main() -> None:
             one_process.train(arguments(options))
         except Finished:
             run.report(Path(options.out))
+
+
+def on_a_core() -> int:
+    """Ties this process to a core of its own, and to its parent's life; returns its rank."""
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    return rank
 
 
 def die_with_parent() -> None:

@@ -155,7 +155,9 @@ class Planning:
         engine.deferred.budget = self._budget
         engine.waits_together = True
         if not self._budget:
-            return  # nothing can be deferred: the strategy stays what it is in mode piggyback
+            # Nothing can be deferred: the strategy stays what it is in mode piggyback.
+            self._follows = True
+            return
         if config.plan is not None:
             check_plan(config.plan, spell("plan"), identity, [engine.position.stage])
             self._adopt(load_plans(config.plan)[engine.position.stage])

@@ -23,6 +23,7 @@ from .faults.injector import Injector
 from .faults.spec import FaultSpec
 from .patching import Patches
 from .plan import load_plans
+from .planning import Planning, planned
 from .report import runs
 from .report.events import EventLog
 from .report.summary import Statistics, write_summary
@@ -261,6 +262,31 @@ class Protection:
         watchdog.daemon = True
         watchdog.start()
         return watchdog
+
+    def repeat_parameters(self, verdict: Verdict) -> None:
+        """Reports that parameters were copied or gathered wrong, and begins the next attempt."""
+        engine = self.engine
+        self.emit_verdict(verdict, "parameters", "rollback")
+        iteration, attempt = engine.position.iteration, engine.position.attempt
+        self.event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
+        engine.discard()
+        engine.begin(iteration, attempt + 1)
+
+    def plan(self, planning: Planning | None, seconds: float, waited: float) -> None:
+        """An iteration stands: it may have been the last to be profiled.
+
+        Args:
+            planning: None where nothing is deferred.
+            seconds: How long it took.
+            waited: How long the rank waited in windows.
+        """
+        plan = None if planning is None else planning.iteration_ended(seconds, waited)
+        if planning is None or plan is None:
+            return
+        if planning.leads:
+            self.event("plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump())
+        if self.rank == 0:
+            say(planned(plan))
 
     # --- reports -------------------------------------------------------------------------------
 

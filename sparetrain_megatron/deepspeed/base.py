@@ -24,9 +24,8 @@ from ..dmr.engine import UnprotectedOperator, Verdict
 from ..dmr.operators import vouch
 from ..dmr.optimizer_step import CheckedStep
 from ..errors import EXIT_ABORTED, EXIT_EXHAUSTED, UsageError
-from ..planning import Planning, planned
+from ..planning import Planning
 from ..protection import Protection
-from ..report.terminal import say
 from .block import spell
 from .checkpointing import Recompute
 from .identity import identity, plans_for_stage
@@ -184,21 +183,10 @@ class DeepSpeedProtection(Protection):
         self.statistics.iterations += 1
         seconds = time.perf_counter() - self._started
         self.statistics.seconds_total += seconds
-        if self.planning is not None:
-            self.plan(self.planning, seconds, self.engine.waited - self._waited)
+        self.plan(self.planning, seconds, self.engine.waited - self._waited)
         every = self.deepspeed.steps_per_print()
         if every and self.engine.position.iteration % every == 0:
             self.report_interval(speaks=dist.get_rank() == dist.get_world_size() - 1)
-
-    def plan(self, planning: Planning, seconds: float, waited: float) -> None:
-        """An iteration stands: it may have been the last to be profiled."""
-        plan = planning.iteration_ended(seconds, waited)
-        if plan is None:
-            return
-        if planning.leads:
-            self.event("plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump())
-        if self.rank == 0:
-            say(planned(plan))
 
     def restore(self, verdict: Verdict) -> None:
         assert self._snapshot is not None
@@ -250,11 +238,7 @@ class DeepSpeedProtection(Protection):
                 return
             if repairs == self.config.max_rollbacks:
                 self.stop(EXIT_EXHAUSTED, verdict, "parameters")
-            self.emit_verdict(verdict, "parameters", "rollback")
-            iteration, attempt = engine.position.iteration, engine.position.attempt
-            self.event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
-            engine.discard()
-            engine.begin(iteration, attempt + 1)
+            self.repeat_parameters(verdict)
             engine.repairs_all = engine.repairs
             with engine.at(phase="optimizer", layer=None):
                 self.gradients.write_parameters()

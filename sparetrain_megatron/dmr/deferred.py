@@ -232,7 +232,8 @@ class Deferred:
         pending = [*self._pending]
         first = best_fit([tape.seconds for tape in pending], room)
         self._pending = deque(pending[i] for i in first)
-        self._pending.extend(tape for i, tape in enumerate(pending) if i not in {*first})
+        chosen = {*first}
+        self._pending.extend(tape for i, tape in enumerate(pending) if i not in chosen)
 
     # --- what the framework does meanwhile -------------------------------------------------------
 

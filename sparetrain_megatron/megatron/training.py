@@ -27,7 +27,7 @@ from .. import protection
 from ..config import FLAGS, SparetrainConfig
 from ..dmr.engine import UnprotectedOperator, Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
-from ..planning import Planning, check_plan, planned
+from ..planning import Planning, check_plan
 from ..report.terminal import say
 from . import metrics, transformer_engine
 from .experts import Experts, expert_layers
@@ -200,22 +200,10 @@ class Protection(protection.Protection):
                 gc.freeze()
             seconds = time.perf_counter() - start
             self.statistics.seconds_total += seconds
-            if self.planning is not None:
-                self._plan(seconds, self.engine.waited - waited)
+            self.plan(self.planning, seconds, self.engine.waited - waited)
             return result
 
         return train_step
-
-    def _plan(self, seconds: float, waited: float) -> None:
-        assert self.planning is not None
-        plan = self.planning.iteration_ended(seconds, waited)
-        if plan is not None:
-            if self.planning.leads:
-                self.event(
-                    "plan", mode=plan.mode, stage=plan.stage, totals=plan.totals.model_dump()
-                )
-            if self.rank == 0:
-                say(planned(plan))
 
     def _protect_schedule(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -319,11 +307,7 @@ class Protection(protection.Protection):
                 return
             if exhausted or repairs == self.config.max_rollbacks:
                 self.stop(EXIT_EXHAUSTED, verdict, "parameters")
-            self.emit_verdict(verdict, "parameters", "rollback")
-            iteration, attempt = engine.position.iteration, engine.position.attempt
-            self.event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
-            engine.discard()
-            engine.begin(iteration, attempt + 1)
+            self.repeat_parameters(verdict)
             with engine.at(phase="optimizer", layer=None):
                 self._hooks.write_parameters(self._model)
 
