@@ -21,7 +21,19 @@ from typing import Any
 
 PORT = 29500
 BURST_SECONDS = 0.004
-QUEUE_SECONDS = 0.4
+QUEUE_BYTES = 8 << 20
+"""Beyond what is ever under way, so that nothing is dropped."""
+
+TCP = {
+    # A transfer shall take its bytes' time over the link, always: no probing for the rate (bbr
+    # makes single transfers up to twice as long), no start from a small window after a pause, and
+    # windows that hold a whole transfer, since its acknowledgements queue behind the data that goes
+    # the other way.
+    "tcp_congestion_control": "reno",
+    "tcp_slow_start_after_idle": "0",
+    "tcp_rmem": f"4096 {QUEUE_BYTES} {QUEUE_BYTES}",
+    "tcp_wmem": f"4096 {QUEUE_BYTES} {QUEUE_BYTES}",
+}
 
 
 class LinkError(RuntimeError):
@@ -46,9 +58,8 @@ def shaping(device: str, bits_per_second: float) -> list[str]:
     """The ``tc`` command that limits a device's rate, whatever its rate was before."""
     bytes_per_second = bits_per_second / 8
     burst = max(8192, int(bytes_per_second * BURST_SECONDS))
-    limit = max(1 << 18, int(bytes_per_second * QUEUE_SECONDS))
     rate = f"{int(bits_per_second)}bit"
-    text = f"tc qdisc replace dev {device} root tbf rate {rate} burst {burst} limit {limit}"
+    text = f"tc qdisc replace dev {device} root tbf rate {rate} burst {burst} limit {QUEUE_BYTES}"
     return text.split()
 
 
@@ -98,6 +109,9 @@ class Namespaces:
             command("ip", "-n", name, "address", "add", f"{address}/24", "dev", device)
             command("ip", "-n", name, "link", "set", device, "up")
             command("ip", "-n", name, "link", "set", "lo", "up")
+            for setting, value in TCP.items():
+                write = f"echo {value} > /proc/sys/net/ipv4/{setting}"
+                command("ip", "netns", "exec", name, "sh", "-c", write)
         # Whether the kernel has the filter shows here rather than in the middle of the run.
         command("ip", "netns", "exec", a, *shaping(left, 1e9))
         command("ip", "netns", "exec", a, "tc", "qdisc", "del", "dev", left, "root")
