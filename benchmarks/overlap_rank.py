@@ -229,8 +229,9 @@ class Run:
         recorder.detailed = False
         recorder.flush()
         waiting = sum(w[2] - w[0] for w in recorder.windows) - recorder.in_windows
-        if self.options.experts or self.options.layout in ("tensor", "sequence"):
-            # Gradients are summed over the link, too, with waits that are no window.
+        if self.options.experts or self.options.layout != "pipeline":
+            # There are waits that are no window: for sums of gradients, or for a transfer that was
+            # begun earlier.
             waiting = seconds - cpu
         step: Step = {
             "seconds": seconds,

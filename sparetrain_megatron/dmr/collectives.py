@@ -380,8 +380,7 @@ class Collectives:
 
         Args:
             reductions: Also at sums. Gradients may still be on their way when the schedule ends,
-            and
-                are waited for when gradients are finalized.
+                and are waited for when gradients are finalized.
         """
         for arrival in [a for waiting in self.arriving.values() for a in waiting]:
             if reductions or not arrival.reduction:

@@ -196,6 +196,7 @@ class Interceptor(TorchDispatchMode):
         between = _clock()
         output = func(*args, **kwargs)
         resumed = _clock()
+        seconds = resumed - between
         if engine.injector.armed:
             produced = naive.results(operator, output, operator.written_tensors(args, kwargs))
             engine.injector.visit(engine.position, operator.name, "primary", produced)
@@ -203,10 +204,12 @@ class Interceptor(TorchDispatchMode):
         if not (isinstance(output, torch.Tensor) and output.is_floating_point()):
             produced = naive.results(operator, output, operator.written_tensors(args, kwargs))
             if not operator.mutating and _crashes_if_wrong(produced):
+                before = _clock()
                 naive.check_pure(engine, operator, func, args, kwargs, output, state)
+                resumed += _clock() - before  # has been counted
             indices = [t for t in produced if t.dtype in _INDICES]
         tape.record(operator, func, encoded, named, output, state, engine.position.phase)
-        tape.seconds += resumed - between
+        tape.seconds += seconds
         for tensor in indices:
             # Compared in the replay, too, before anything there uses it.
             tape.mark(tensor)
