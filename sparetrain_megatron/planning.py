@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .config import FLAGS, SparetrainConfig, parse_size
+from .dmr.block import Blocks
 from .dmr.engine import Engine
 from .dmr.strategy import Immediate, Method, Strategy
 from .errors import UsageError
@@ -115,7 +116,7 @@ class Planning:
     Args:
         engine: This rank's engine.
         config: Mode, plan file, number of iterations, memory budget.
-        layers: See :class:`Planned`; filled by the recompute's wrapper as blocks run.
+        blocks: This rank's checkpointed blocks: their layers, and whether they are ever bound.
         identity: What a plan depends on.
         varying: See :class:`Planned`.
         directory: Where profiles and the plan go.
@@ -128,7 +129,7 @@ class Planning:
         self,
         engine: Engine,
         config: SparetrainConfig,
-        layers: dict[tuple[int, int], int],
+        blocks: Blocks,
         identity: Identity,
         directory: Path,
         *,
@@ -140,7 +141,7 @@ class Planning:
         self.varying = varying
         self._engine = engine
         self._config = config
-        self._layers = layers
+        self._blocks = blocks
         self._directory = directory
         self._identity = identity
         self._budget = budget_bytes(config, engine.device)
@@ -214,7 +215,9 @@ class Planning:
         engine, recorder = self._engine, self._recorder
         assert recorder is not None
         rank, stage = engine.position.rank, engine.position.stage
-        profile = recorder.profile(self._identity, rank, stage, engine.device)
+        profile = recorder.profile(
+            self._identity, rank, stage, engine.device, binds=self._blocks.binds
+        )
         profile.save(self._directory / f"profile.rank{rank}.json")
         mine = None
         if self.leads:
@@ -231,7 +234,7 @@ class Planning:
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self._engine.strategy = Planned(plan, self._layers, self.varying)
+        self._engine.strategy = Planned(plan, self._blocks.layers, self.varying)
         # Windows of a plan made here are those of profiled iterations, in which peers kept each
         # other waiting with their own checks: what it comes to is seen in the first iterations.
         self._expected = None if self._config.plan is None else plan.totals.window_seconds

@@ -31,6 +31,7 @@ class Block(nn.Module):
 
             mlp = MoE(WIDTH, mlp, **moe)
         self.mlp, self.dropout = mlp, dropout
+        self.last = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, _ = x.shape
@@ -38,7 +39,7 @@ class Block(nn.Module):
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + F.dropout(self.out(a.transpose(1, 2).reshape(b, t, WIDTH)), self.dropout)
         y = self.mlp(self.norm2(x))
-        return x + (y[0] if isinstance(y, tuple) else y)
+        return x + self.last(y[0] if isinstance(y, tuple) else y)
 
 
 class Embedding(nn.Module):

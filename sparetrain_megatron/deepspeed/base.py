@@ -28,6 +28,7 @@ from ..planning import Planning
 from ..protection import Protection
 from .block import spell
 from .checkpointing import Recompute
+from .experts import prepare
 from .identity import identity, plans_for_stage
 from .refusals import check_checkpointing
 from .regions import Regions
@@ -85,6 +86,7 @@ class DeepSpeedProtection(Protection):
         self._regions = Regions(engine, deepspeed.module, self.recompute)
         parameter = next(deepspeed.module.parameters(), None)
         engine.device = deepspeed.device if parameter is None else parameter.device
+        prepare(deepspeed.module, engine.device)
         if dist.get_world_size() > 1:
             engine.second_device.group = dist.group.WORLD
         self.refuse_faults_outside(dist.get_world_size())
@@ -96,7 +98,7 @@ class DeepSpeedProtection(Protection):
             self.planning = Planning(
                 engine,
                 self.config,
-                self.recompute.layers,
+                self.recompute,
                 identity(deepspeed),
                 self.config.directory(),
                 leads=plans_for_stage(deepspeed),

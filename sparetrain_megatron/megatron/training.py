@@ -147,7 +147,7 @@ class Protection(protection.Protection):
             self.planning = Planning(
                 engine,
                 self.config,
-                self._recompute.layers,
+                self._recompute,
                 identity(args),
                 directory,
                 leads=plans_for_stage(),

@@ -321,8 +321,16 @@ class Recorder:
         rank: int,
         stage: int,
         device: torch.device | None = None,
+        binds: bool = True,
     ) -> data.Profile:
         """The profile: medians over the recorded iterations, and what recording costs here.
+
+        Args:
+            identity: What a plan made from it depends on.
+            rank: This rank's number.
+            stage: Its pipeline stage.
+            device: What the costs are measured on; default: the CPU.
+            binds: Whether blocks that run the same operators every time will be bound.
 
         Raises:
             ValueError: Nothing was recorded.
@@ -353,7 +361,9 @@ class Recorder:
                 times = [steps[i][2] for steps in kept]  # type: ignore[index]
                 kind, what, _ = step
                 runs.append(data.Window(kind=kind, what=what, **_middle(times)))
-        costs = host_costs.measure(device or torch.device("cpu"), _binds(templates))
+        costs = host_costs.measure(
+            device or torch.device("cpu"), binds and _may_be_bound(templates)
+        )
         return data.Profile(
             identity=identity,
             rank=rank,
@@ -366,8 +376,8 @@ class Recorder:
         )
 
 
-def _binds(templates: Sequence[data.Template]) -> bool:
-    """Whether blocks run unseen once they are known; otherwise they have to be recorded."""
+def _may_be_bound(templates: Sequence[data.Template]) -> bool:
+    """Whether blocks run the same every time; otherwise each has to be recorded."""
     for template in templates:
         if template.phase == "recompute" or template.name.startswith("backward"):
             block = template.phase == "recompute" or template.name.split()[-1].isdigit()

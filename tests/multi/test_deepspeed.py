@@ -7,13 +7,24 @@ the settings.
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparetrain_megatron.errors import EXIT_ABORTED, EXIT_EXHAUSTED, EXIT_USAGE
-from tests.deepspeed_matrix import CASES, MODES, faults, in_mode, protected, unprotected
+from tests.deepspeed_matrix import (
+    CASES,
+    CELLS,
+    MODES,
+    REPRESENTATIVE,
+    faults,
+    in_mode,
+    protected,
+    unprotected,
+)
+from tests.deepspeed_server import run
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
@@ -32,7 +43,7 @@ RECOVERING_BY_DEFAULT = {
 
 
 def matrix(default: set[tuple[str, str]]) -> Any:
-    """Every case in every mode; only ``default`` runs without being asked for."""
+    """Mode full in every case, the others in some; only ``default`` runs unasked."""
     cells = [
         pytest.param(
             name,
@@ -40,8 +51,7 @@ def matrix(default: set[tuple[str, str]]) -> Any:
             id=f"{name}-{mode}",
             marks=() if (name, mode) in default else pytest.mark.acceptance,
         )
-        for name in CASES
-        for mode in MODES
+        for name, mode in CELLS
     ]
     return pytest.mark.parametrize("name, mode", cells)
 
@@ -83,6 +93,34 @@ def test_recovers_bitwise(tmp_path: Path, name: str, mode: str) -> None:
     assert len(unseen) <= (2 if mode == "full" else 0)
     assert found.summary["rollbacks"] >= 5
     assert [r["problems"] for r in found.results if r] == [[], []]
+
+
+def test_every_setting_is_in_the_smaller_matrix() -> None:
+    def settings(names: Any) -> set[tuple[str, str]]:
+        return {
+            (key, json.dumps(value))
+            for name in names
+            for key, value in CASES[name].items()
+            if key not in ("config", "accumulation")
+        }
+
+    assert settings(REPRESENTATIVE) == settings(CASES)
+    for stage in (0, 1, 2, 3):
+        cases = [CASES[name] for name in REPRESENTATIVE if CASES[name]["stage"] == stage]
+        assert {bool(case.get("checkpoint")) for case in cases} == {False, True}
+
+
+@pytest.mark.acceptance
+def test_a_layer_that_deepspeed_can_not_checkpoint(tmp_path: Path) -> None:
+    """Its own error, with and without protection: a layer whose last module has parameters.
+
+    The backward of that module has begun, and its parameters are gathered, before the recompute
+    gathers and releases them again; that its gradients arrive then, DeepSpeed does not expect.
+    """
+    case = {"stage": 3, "checkpoint": "deepspeed_non_reentrant"}
+    for ranks in (run(case), protected(case, tmp_path, mode="full")):
+        assert ranks.exit_codes == [1, 1]
+        assert "The size of tensor a (0) must match" in ranks.told()
 
 
 @pytest.mark.parametrize("name", ["zero2_fp32_4", "pipeline_zero0_fp32"])

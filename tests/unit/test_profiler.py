@@ -194,6 +194,12 @@ def test_a_discarded_attempt_leaves_nothing(engine):
     assert engine.observer.profile(IDENTITY, 0, 0).iterations == 1
 
 
+def test_costs_of_a_bound_block_only_where_blocks_are_bound(engine):
+    iterate(engine, Step(engine))
+    assert engine.observer.profile(IDENTITY, 0, 0).costs.bound is not None
+    assert engine.observer.profile(IDENTITY, 0, 0, binds=False).costs.bound is None
+
+
 def test_watching_changes_nothing(engine):
     watched, plain = Step(engine), Step(Watched())
     iterate(engine, watched)
