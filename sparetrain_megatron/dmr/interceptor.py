@@ -205,8 +205,9 @@ class Interceptor(TorchDispatchMode):
             if not operator.mutating and _crashes_if_wrong(produced):
                 naive.check_pure(engine, operator, func, args, kwargs, output, state)
             indices = [t for t in produced if t.dtype in _INDICES]
-        tape.record(operator, func, encoded, named, output, state, engine.position.phase)
-        tape.seconds += resumed - between
+        tape.record(
+            operator, func, encoded, named, output, state, engine.position.phase, resumed - between
+        )
         for tensor in indices:
             # Compared in the replay, too, before anything there uses it.
             tape.mark(tensor)
