@@ -126,6 +126,8 @@ class Collectives:
                 finish()
             else:
                 engine.deferred.serve(lambda: all(t.completed for t in transfers), room, at_least)
+        else:
+            call.wait()  # as the caller is about to do: so the window's length is known
         engine.window_closes()
         seconds = time.perf_counter() - start
         self.windows.closed(key, seconds)

@@ -190,7 +190,14 @@ def decide_otherwise(rank: int) -> None:
     [
         pytest.param(name, method, marks=() if (name, method) in sample else _acceptance)
         for sample in [{("moe_top1_alltoall", "piggyback"), ("moe_top1_alltoall", "segment")}]
-        for name in ("moe_top1_alltoall", "moe_top1_allgather_bf16", "moe_expert_bias")
+        for name in (
+            "moe_top1_alltoall",
+            "moe_top1_allgather_bf16",
+            "moe_expert_bias",
+            "moe_tp2_ep2",
+            "moe_capacity",
+            "moe_padded_capacity",
+        )
         for method in ("piggyback", *METHODS)
     ],
 )
