@@ -105,6 +105,7 @@ class Run:
         self.rate = 0.0
         self.strategies: dict[str, Any] = {}
         self.predicted: dict[str, Any] = {}
+        self.batches = Batches()
 
     def script(self) -> Generator[tuple[str, bool], Step, None]:
         """Yields the mode of each step and whether to record it; is sent what was measured."""
@@ -119,6 +120,7 @@ class Run:
             yield mode, False
         for index in range(options.steps):
             turn = index % len(modes)
+            self.batches.new()
             for mode in modes[turn:] + modes[:turn]:
                 self.steps.append((yield mode, False) | {"mode": mode, "round": index})
         for mode in modes:
@@ -196,12 +198,15 @@ class Run:
         state: dict[str, Any] = {"next": None}
 
         @functools.wraps(protected)
-        def train_step(*args: Any, **kwargs: Any) -> Any:
+        def train_step(forward: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
             if state["next"] is None:
                 state["next"] = next(script)
+            self.batches.rewind(data)
             mode, detailed = state["next"]
             with in_mode(self.protection, mode, self.strategies.get(mode)):
-                result, step = self._measure(detailed, lambda: protected(*args, **kwargs))
+                result, step = self._measure(
+                    detailed, lambda: protected(forward, data, *args, **kwargs)
+                )
             self.say(f"{mode:12} {step['seconds']:7.2f} s")
             try:
                 state["next"] = script.send(step)
@@ -273,6 +278,37 @@ class Run:
             found = {"rate": self.rate, "calibration": self.calibration, "ranks": parts}
             path.write_text(json.dumps(found))
         dist.barrier()
+
+
+class Batches:
+    """Gives the same microbatches to all steps of a round: what is random decides where tokens go
+    to, and with that how long the all-to-alls of a step are."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, Any] = {}  # by chunk: Megatron's own
+        self._fresh = True
+
+    def new(self) -> None:
+        """The next step takes new ones."""
+        self._fresh = True
+
+    def rewind(self, data: Any) -> None:
+        """A step begins.
+
+        Args:
+            data: Megatron's iterator, or a list with one for each chunk.
+        """
+        from sparetrain_megatron.megatron.state import Replayed
+
+        for i, iterator in enumerate(data if isinstance(data, list) else [data]):
+            if iterator is None:
+                continue
+            source = self._sources.setdefault(i, iterator.iterable)
+            if self._fresh:
+                iterator.iterable = Replayed(source)
+            else:
+                iterator.iterable.rewind()
+        self._fresh = False
 
 
 def _since(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:

@@ -141,6 +141,7 @@ class Recorder:
 
         def serve(closed: Any, *args: Any) -> None:
             start, cpu = time.perf_counter(), time.thread_time()
+            replayed = deferred.in_windows
             open_at = [start]
 
             def watched() -> bool:
@@ -153,8 +154,9 @@ class Recorder:
             end = time.perf_counter()
             # It was still open before the last operator: that one is all that can be too long.
             self.longest_overrun = max(self.longest_overrun, end - open_at[0])
-            self.in_windows += end - start
-            self.by_window[self._what] += end - start
+            replayed = deferred.in_windows - replayed
+            self.in_windows += replayed
+            self.by_window[self._what] += replayed
             self.cpu_in_windows += time.thread_time() - cpu
             if self.detailed:
                 self.inside.append((start, end))

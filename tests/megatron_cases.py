@@ -163,6 +163,36 @@ CASES = {
             "--moe-aux-loss-coeff 0.01 --bf16 --use-distributed-optimizer",
         ),
         Case(
+            "moe_tp2_ep2",
+            4,
+            f"{_MOE} {_ALLTOALL} {_TP2} --sequence-parallel --num-experts 4 --moe-router-topk 2 "
+            "--moe-aux-loss-coeff 0.01 --bf16 --use-distributed-optimizer",
+        ),
+        Case(
+            "moe_tp2_ep2_etp1",
+            2,
+            f"{_MOE} {_ALLTOALL} {_TP2} --sequence-parallel --expert-tensor-parallel-size 1 "
+            "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01",
+        ),
+        Case(
+            "moe_tp2_allgather",
+            2,
+            f"{_MOE} {_TP2} --sequence-parallel --moe-token-dispatcher-type allgather "
+            "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01",
+        ),
+        Case(
+            "moe_capacity",
+            2,
+            f"{_MOE} {_ALLTOALL} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+            "--moe-expert-capacity-factor 1.0 --bf16 --use-distributed-optimizer",
+        ),
+        Case(
+            "moe_padded_capacity",
+            2,
+            f"{_MOE} {_ALLTOALL} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+            "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+        ),
+        Case(
             "moe_no_recompute",
             2,
             f"{_MOE.replace(_FULL_RECOMPUTE, '')} {_ALLTOALL} --num-experts 4 "

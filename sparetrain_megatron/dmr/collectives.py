@@ -109,24 +109,29 @@ class Collectives:
     def _serve(self, call: Transfer) -> None:
         engine = self._engine
         engine.window_opens("inter" if self.spans_hosts(call.group) else "intra", call.name)
-        start, key = time.perf_counter(), None
-        if call.name != "all_to_all":  # which is as long as the busiest expert makes it
-            key = (call.name, call.group.group_name, call.moved)
-        # On a GPU the host does not know how long operators take.
-        room = self.windows.room(key) if engine.device.type == "cpu" else None
+        start, crossing, room, at_least = time.perf_counter(), call.crossing, None, None
+        # An all-to-all is as long as the busiest expert makes it.
+        size = call.item if call.name == "all_to_all" else call.moved
+        key = (call.name, call.group.group_name, size)
+        if engine.device.type == "cpu":  # on a GPU the host does not know how long operators take
+            room = None if call.name == "all_to_all" else self.windows.room(key)
+            at_least = self.windows.at_least(key, crossing)
         if engine.deferred:
             transfers = [call, *call.repeats]
             if call.name == "reduce_scatter":
                 # Gloo delivers it by a copy when it is waited for, and never says it is complete.
                 self._waiter = self._waiter or Waiter()
                 done, finish = self._waiter.start(transfers)
-                engine.deferred.serve(done.is_set, room)
+                engine.deferred.serve(done.is_set, room, at_least)
                 finish()
             else:
-                engine.deferred.serve(lambda: all(t.completed for t in transfers), room)
+                engine.deferred.serve(lambda: all(t.completed for t in transfers), room, at_least)
+        else:
+            call.wait()  # as the caller is about to do: so the window's length is known
         engine.window_closes()
-        if key is not None:
-            self.windows.closed(key, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.windows.closed(key, seconds)
+        self.windows.crossed(key, crossing, seconds)
 
     def spans_hosts(self, group: Any) -> bool:
         """Whether a group has ranks on several hosts."""

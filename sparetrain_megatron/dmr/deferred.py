@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .dynamic import best_fit
+from .dynamic import best_fit, in_time
 from .tape import Leaving, Tape
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 _clock = time.perf_counter
+_PAUSE = 1e-4
+"""Seconds between two looks at a window that nothing fits into at the moment."""
 
 
 @contextlib.contextmanager
@@ -207,25 +209,45 @@ class Deferred:
         self.operators[why] += count
         self._engine.statistics.seconds_in_checks += seconds
 
-    def serve(self, closed: Callable[[], bool], room: float | None = None) -> None:
+    def serve(
+        self,
+        closed: Callable[[], bool],
+        room: float | None = None,
+        at_least: float | None = None,
+    ) -> None:
         """Executes pending operators, one at a time, until the window has closed.
 
         Args:
             closed: Whether it has.
             room: How long it will be open, if that is known; see ``dynamic.py``.
+            at_least: How long it will be open if no peer is late, if that is known.
         """
         if not self:
             return
         if room is not None:
             self._arrange(room)
-        start, count = _clock(), 0
+        start, count, idle = _clock(), 0, 0.0
         with below_autograd():
-            while not closed() and self.unit():
-                count += 1
-        seconds = _clock() - start
+            while not closed():
+                now = _clock()
+                if at_least is not None and not in_time(self._ahead, start + at_least - now):
+                    time.sleep(_PAUSE)
+                    idle += _clock() - now
+                elif self.unit():
+                    count += 1
+                else:
+                    break
+        seconds = _clock() - start - idle
         self.in_windows += seconds
         self.operators["window"] += count
         self._engine.statistics.seconds_in_windows += seconds
+
+    @property
+    def _ahead(self) -> float:
+        """Seconds that the next operator will take."""
+        if self._tape is not None:
+            return self._tape.ahead
+        return self._pending[0].ahead if self._pending else 0.0
 
     def _arrange(self, room: float) -> None:
         """Puts those first that fit a window best; what has been begun goes on before them."""

@@ -6,6 +6,10 @@ one (a collective of tensor parallelism) is about as long each time: the tapes t
 first, so that it ends with as many of them done, and their memory free, as it has room for. Either
 is left at the first operator that ends after it has closed.
 
+No peer can end a window before its bytes have crossed, which takes about as long as it took before.
+An operator that would still run at that moment is not begun: it would keep the peers waiting, who
+wait for this rank in the next collective. See :func:`in_time`.
+
 What comes out of operators as they run (how often, of which sizes) need not be known before: this
 is how the experts' operators are checked, which are others in every iteration.
 """
@@ -33,6 +37,7 @@ class Windows:
 
     def __init__(self) -> None:
         self._lengths: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._paces: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def room(self, key: Hashable) -> float | None:
         """Seconds that a window will be open; None for a dynamic one, or one not known yet.
@@ -46,9 +51,38 @@ class Windows:
         low, middle, high = statistics.quantiles(lengths, n=4, method="inclusive")
         return low if high - low <= STEADY * middle else None
 
+    def at_least(self, key: Hashable, size: int) -> float | None:
+        """Seconds that a window will probably be open; None for one not known yet.
+
+        Args:
+            key: What it waits for: windows with the same key move their bytes equally fast.
+            size: Bytes that cross.
+        """
+        paces = self._paces.get(key)
+        if paces is None or len(paces) < 3:
+            return None
+        # Those in which a peer was late have been longer.
+        return size * statistics.quantiles(paces, n=4, method="inclusive")[0]
+
     def closed(self, key: Hashable, seconds: float) -> None:
         """A window has closed after so many seconds."""
         self._lengths[key].append(seconds)
+
+    def crossed(self, key: Hashable, size: int, seconds: float) -> None:
+        """So many bytes have crossed in so many seconds."""
+        if size:
+            self._paces[key].append(seconds / size)
+
+
+def in_time(seconds: float, left: float) -> bool:
+    """Whether to begin an operator in a window.
+
+    Args:
+        seconds: How long it takes.
+        left: Until the window will probably close; negative when it should have. A peer is late
+            then, and the longer it has been, the longer it will probably be.
+    """
+    return seconds <= abs(left)
 
 
 def best_fit(seconds: Sequence[float], room: float) -> list[int]:

@@ -208,8 +208,7 @@ class Interceptor(TorchDispatchMode):
                 naive.check_pure(engine, operator, func, args, kwargs, output, state)
                 resumed += _clock() - before  # has been counted
             indices = [t for t in produced if t.dtype in _INDICES]
-        tape.record(operator, func, encoded, named, output, state, engine.position.phase)
-        tape.seconds += seconds
+        tape.record(operator, func, encoded, named, output, state, engine.position.phase, seconds)
         for tensor in indices:
             # Compared in the replay, too, before anything there uses it.
             tape.mark(tensor)

@@ -71,6 +71,7 @@ class Entry:
     Attributes:
         outputs: For each returned tensor the slot it opens, or None if it lives in a known one.
         state: The generator's state before it, for a random operator.
+        seconds: How long it took when it was recorded, where the host waits for it.
     """
 
     operator: Operator
@@ -81,6 +82,7 @@ class Entry:
     state: torch.Tensor | None
     phase: str
     reads: list[int]
+    seconds: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -164,13 +166,16 @@ class Tape:
         output: Any,
         state: torch.Tensor | None,
         phase: str,
+        seconds: float = 0.0,
     ) -> None:
         """Adds an operator that has run.
 
         Args:
             args, kwargs: Encoded before it ran.
             output: What it returned.
+            seconds: How long it took.
         """
+        self.seconds += seconds
         computes = operator.kind is not Kind.UNINITIALISED
         outputs: list[int | None] = []
         for tensor in [output] if isinstance(output, torch.Tensor) else tensors_of([output]):
@@ -201,7 +206,8 @@ class Tape:
                         if ref.slot in self._partial:
                             self._partial[ref.slot].append(ref)
         reads, self._reads = self._reads, []
-        self.entries.append(Entry(operator, func, args, kwargs, outputs, state, phase, reads))
+        entry = Entry(operator, func, args, kwargs, outputs, state, phase, reads, seconds)
+        self.entries.append(entry)
 
     def mark(
         self,
@@ -336,6 +342,12 @@ class Tape:
     # --- replay ----------------------------------------------------------------------------------
 
     _values: list[Any] | None = None
+    _next = 0
+
+    @property
+    def ahead(self) -> float:
+        """Seconds that the next step of a replay will take."""
+        return self.entries[self._next].seconds if self._next < len(self.entries) else 0.0
 
     def replay(self, engine: Engine, found: list[Leaving]) -> Iterator[None]:
         """Executes the tape again, one operator a step; call inside :func:`below_autograd`.
@@ -346,7 +358,8 @@ class Tape:
             found: Values that came out different are appended.
         """
         injector = engine.injector
-        values = self._values = list(self.held)
+        values, self._next = list(self.held), 0
+        self._values = values
         for i, entry in enumerate(self.entries):
             try:
                 execute(entry, values, injector, self.position)
@@ -359,6 +372,7 @@ class Tape:
                 break
             for slot in self.drops.get(i, ()):
                 values[slot] = None
+            self._next = i + 1
             yield
         self._values = None
 

@@ -4,6 +4,7 @@ again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,22 @@ class Transfer:
     def moved(self) -> int:
         """Bytes of its tensors."""
         return sum(t.numel() * t.element_size() for t in tensors_of(self.args, self.kwargs))
+
+    @property
+    def item(self) -> int:
+        """Bytes of one row of what an all-to-all moves."""
+        tensor = outputs_of(self.name, self.named)[0]
+        return math.prod(tensor.shape[1:]) * int(tensor.element_size())
+
+    @property
+    def crossing(self) -> int:
+        """Bytes that leave this rank or reach it, whichever is more."""
+        if self.name in REDUCTIONS:
+            return self.moved
+        me = self.group.rank()
+        sent = (t for peers, t in departures(self.name, self.named, self.group) if peers != [me])
+        got = (t for peer, t in arrivals(self.name, self.named, self.group) if peer != me)
+        return max(sum(t.numel() * t.element_size() for t in side) for side in (sent, got))
 
     @property
     def size(self) -> int:

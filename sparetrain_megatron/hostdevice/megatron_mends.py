@@ -30,6 +30,7 @@ def mend() -> None:
         process_memory,
         max_connections,
         generator_warning,
+        unequal_parts,
     ):
         mend_one()
 
@@ -199,6 +200,56 @@ def generator_warning() -> None:
     logger = logging.getLogger("megatron.core.tensor_parallel.random")
     if not any(_marked(known) for known in logger.filters):
         logger.addFilter(_mark(is_no_such_warning))
+
+
+def unequal_parts() -> None:
+    """tensor_parallel/mappings.py gathers and scatters parts of unequal sizes, which gloo can't.
+
+    Experts that are split over tensor-parallel ranks need it. NCCL's process group makes of such a
+    call one broadcast, or one reduction, for each part; so does this.
+    """
+    import torch.distributed as dist
+
+    if _marked(dist.all_gather):
+        return
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    @functools.wraps(gather)
+    def all_gather(
+        parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op or _alike(parts):
+            return gather(parts, tensor, group, async_op)
+        for root, part in enumerate(parts):
+            if root == dist.get_rank(group):
+                part.copy_(tensor)
+            if part.numel():
+                dist.broadcast(part, group=group, group_src=root)
+        return None
+
+    @functools.wraps(scatter)
+    def reduce_scatter(
+        output: torch.Tensor,
+        parts: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or _alike(parts):
+            return scatter(output, parts, op, group, async_op)
+        for root, part in enumerate(parts):
+            total = part.clone(memory_format=torch.contiguous_format)
+            if part.numel():
+                dist.reduce(total, op=op, group=group, group_dst=root)
+            if root == dist.get_rank(group):
+                output.copy_(total)
+        return None
+
+    dist.all_gather, dist.reduce_scatter = _mark(all_gather), _mark(reduce_scatter)
+
+
+def _alike(parts: list[torch.Tensor]) -> bool:
+    return len({part.shape for part in parts}) <= 1
 
 
 def _importable(module: str) -> bool:

@@ -11,6 +11,8 @@ that follows differs on every rank of the expert group, through no fault of thei
 is compared before anything is dispatched, and whether it stands goes to the group along with the
 counts of tokens, which the ranks exchange anyway: each of them knows before the next collective,
 and blames none of its own operators. Sizes always fit, since every pass exchanges its own counts.
+Where every expert gets as many tokens as it has room for, there are no counts to exchange, and the
+flag goes by itself.
 """
 
 from __future__ import annotations
@@ -73,6 +75,11 @@ class Experts:
         name = "gather_from_sequence_parallel_region"
         original = getattr(token_dispatcher, name)
         patches.replace(token_dispatcher, name, functools.wraps(original)(self._gather(original)))
+        dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+        preprocess = functools.wraps(dispatcher.preprocess)(
+            self._preprocess(dispatcher.preprocess, original)
+        )
+        patches.replace(dispatcher, "preprocess", preprocess)
 
     def _aside(self, original: Any) -> Any:
         engine = self._engine
@@ -125,3 +132,21 @@ class Experts:
             return gathered
 
         return gather
+
+    def _preprocess(self, original: Any, gather: Any) -> Any:
+        engine = self._engine
+
+        def preprocess(dispatcher: Any, routing_map: torch.Tensor, *args: Any, **kw: Any) -> Any:
+            result = original(dispatcher, routing_map, *args, **kw)
+            departs, group = self._departs, dispatcher.tp_ep_group
+            recompute = any(running.second for running in engine.passes)
+            if departs is not None and recompute and dispatcher.drop_and_pad and group.size() > 1:
+                self._departs = None
+                with engine.aside():
+                    flag = torch.zeros(1, dtype=torch.int64, device=routing_map.device) + departs
+                    otherwise = bool(gather(flag, group=group).any())
+                if otherwise:
+                    engine.decided_otherwise()
+            return result
+
+        return preprocess

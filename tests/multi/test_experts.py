@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sparetrain_megatron.plan import Profile, load_plans
 from tests import protection
 from tests.megatron_cases import CASES
 from tests.multi.test_deferral import run_full
@@ -72,6 +74,37 @@ def test_by_plan(megatron, tmp_path: Path, name: str) -> None:
     result, _ = run_full(name, tmp_path, forced=False)
     assert_same_training(result, expected(name))
     assert result.of_kind("mismatch") == []
+
+
+LATE = 0.01
+
+
+def come_late(rank: int) -> None:
+    """An ``also`` hook: rank 1 keeps its peer waiting before every exchange of tokens."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    forward = MoELayer.forward
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(LATE * rank)
+        return forward(*args, **kwargs)
+
+    MoELayer.forward = late
+
+
+def test_the_forecast_knows_of_the_waits_inside_layers(megatron, tmp_path: Path) -> None:
+    """Also while nothing is deferred yet, so that nobody but the framework would wait."""
+    name = "moe_top2_alltoall_bf16"
+    result, _ = run_full(name, tmp_path, forced=False, also=come_late)
+    assert_same_training(result, expected(name))
+    waits = 2 * 2 * 4 * LATE  # forward and recompute of two layers, in four microbatches
+    profile = Profile.load(tmp_path / "profile.rank0.json")
+    waited = sum(w.seconds for w in profile.windows() if w.what in ("expert", "tensor"))
+    assert waited > 0.8 * waits
+    (plan,) = load_plans(tmp_path / "plan.json").values()
+    assert plan.totals.window_seconds > 0.8 * waits
+    # Gradient accumulation and the optimizer are left, which cannot wait.
+    assert plan.totals.in_windows > plan.totals.critical["naive"]
 
 
 @pytest.mark.acceptance
@@ -190,7 +223,14 @@ def decide_otherwise(rank: int) -> None:
     [
         pytest.param(name, method, marks=() if (name, method) in sample else _acceptance)
         for sample in [{("moe_top1_alltoall", "piggyback"), ("moe_top1_alltoall", "segment")}]
-        for name in ("moe_top1_alltoall", "moe_top1_allgather_bf16", "moe_expert_bias")
+        for name in (
+            "moe_top1_alltoall",
+            "moe_top1_allgather_bf16",
+            "moe_expert_bias",
+            "moe_tp2_ep2",
+            "moe_capacity",
+            "moe_padded_capacity",
+        )
         for method in ("piggyback", *METHODS)
     ],
 )

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparetrain_megatron.dmr.dynamic import EXACT, Windows, best_fit
+import sparetrain_megatron.dmr.deferred as deferred_module
+from sparetrain_megatron.dmr.dynamic import EXACT, Windows, best_fit, in_time
 from tests.unit.protected import Watched
 from tests.unit.test_deferred import STEPS, Program, holds
 
@@ -157,3 +158,69 @@ def test_what_fits_a_static_window_goes_first():
     engine.deferred.serve(lambda: True, 6.0)
     assert [*engine.deferred._pending] == [second, third, first]
     engine.verdict()
+
+
+# --- not being late -------------------------------------------------------------------------------
+
+
+def test_what_a_window_lasts_at_least_follows_from_the_bytes_that_cross():
+    windows = Windows()
+    for seconds, size in ((1.0, 100), (2.0, 200), (9.0, 100), (4.0, 400)):
+        windows.crossed("all_to_all", size, seconds)
+    assert windows.at_least("all_to_all", 300) == pytest.approx(3.0)
+    assert windows.at_least("another", 300) is None
+    windows.crossed("empty", 0, 1.0)  # tells nothing
+    assert windows.at_least("empty", 300) is None
+
+
+@pytest.mark.parametrize(
+    "seconds, left, begins",
+    [(1.0, 2.0, True), (2.0, 1.0, False), (2.0, -1.0, False), (2.0, -3.0, True), (0.0, 0.0, True)],
+)
+def test_an_operator_begins_only_if_it_will_probably_end_in_time(seconds, left, begins):
+    assert in_time(seconds, left) is begins
+
+
+@given(
+    st.lists(st.floats(0.01, 3), min_size=1, max_size=5),
+    st.floats(0.1, 12),
+    st.floats(0, 6),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_window_of_known_length_is_not_left_late(costs, at_least, late):
+    """Nothing runs over the end that was foreseen; a late peer is waited for in small portions."""
+    engine = Watched(repairs=False)
+    program = Program([])
+    with engine.active():
+        for number in range(3):
+            engine.open_tape()
+            program.region(number)
+            engine.close_tape()
+    clock, repeated, ends = [0.0], itertools.cycle(costs), []
+    for tape in engine.deferred._pending:
+        for entry in tape.entries:
+            entry.seconds = next(repeated)
+    unit = engine.deferred.unit
+
+    def timed():
+        cost = engine.deferred._ahead
+        ran = unit()
+        clock[0] += cost
+        ends.append(clock[0])
+        return ran
+
+    def pause(seconds):
+        clock[0] += seconds
+
+    closes = at_least + late
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferred_module, "_clock", lambda: clock[0])
+        patch.setattr(deferred_module.time, "sleep", pause)
+        patch.setattr(deferred_module, "_PAUSE", 0.05)
+        patch.setattr(engine.deferred, "unit", timed)
+        engine.deferred.serve(lambda: clock[0] >= closes, None, at_least)
+    if late == 0:
+        assert all(end <= at_least + 1e-6 for end in ends)
+    # Behind the foreseen end, an operator runs at most twice as long as the peer has been late.
+    assert all(end <= max(closes, at_least + 2 * (closes - at_least)) + 1e-6 for end in ends)
+    assert not engine.verdict().dirty
