@@ -81,6 +81,14 @@ class Protection:
     def resume(self) -> None:
         """What the next attempt has to begin with, checked as a part of it."""
 
+    def look_at_step(self) -> bool:
+        """Whether, on any rank, a part of the optimizer's step stays wrong; collective."""
+        raise NotImplementedError
+
+    def write_parameters(self) -> None:
+        """Copies and gathers the parameters again, from the verified main parameters."""
+        raise NotImplementedError
+
     def spell(self, field: str) -> str:
         """How the user writes a field of the configuration."""
         return FLAGS[field]
@@ -263,14 +271,26 @@ class Protection:
         watchdog.start()
         return watchdog
 
-    def repeat_parameters(self, verdict: Verdict) -> None:
-        """Reports that parameters were copied or gathered wrong, and begins the next attempt."""
+    def verify_parameters(self) -> None:
+        """The last verdict: parameters as copied and gathered; written again, as the step stands.
+
+        Collective. Stops the run when they stay wrong.
+        """
         engine = self.engine
-        self.emit_verdict(verdict, "parameters", "rollback")
-        iteration, attempt = engine.position.iteration, engine.position.attempt
-        self.event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
-        engine.discard()
-        engine.begin(iteration, attempt + 1)
+        for repairs in range(self.config.max_rollbacks + 1):
+            exhausted = self.look_at_step()
+            verdict = engine.verdict()
+            if not self.takes_back(verdict, "parameters"):
+                return
+            if exhausted or repairs == self.config.max_rollbacks:
+                self.stop(EXIT_EXHAUSTED, verdict, "parameters")
+            self.emit_verdict(verdict, "parameters", "rollback")
+            iteration, attempt = engine.position.iteration, engine.position.attempt
+            self.event("rollback", iteration=iteration, attempt=attempt, scope="parameters")
+            engine.discard()
+            engine.begin(iteration, attempt + 1)
+            with engine.at(phase="optimizer", layer=None):
+                self.write_parameters()
 
     def plan(self, planning: Planning | None, seconds: float, waited: float) -> None:
         """An iteration stands: it may have been the last to be profiled.

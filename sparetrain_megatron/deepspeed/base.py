@@ -211,36 +211,32 @@ class DeepSpeedProtection(Protection):
         try:
             with engine.at(phase="clip", layer=None, microbatch=None):
                 result = step()
-                self._verify_parameters()
+                self.verify_parameters()
         finally:
             engine.repairs_all = False
         return result
 
-    def _verify_parameters(self) -> None:
+    def look_at_step(self) -> bool:
+        """Reports what was repaired on the spot; stops the run where that is asked for."""
         engine = self.engine
-        for repairs in range(self.config.max_rollbacks + 1):
-            with engine.paused():
-                found = engine.ledger.collect()
-            # On a device the third execution decides unseen.
-            torn = engine.device.type == "cpu" and any(
-                m.method == "naive" and m.wrong == "unknown" for m in found
-            )
-            given_up = any(s.exhausted for s in self._steps) or (torn and engine.repairs)
-            mine = Verdict(True, tuple(found))
-            if found:
-                self.emit_verdict(mine, "optimizer", "repaired" if engine.repairs else "report")
-            # A chunk of the inner step that was repeated has left nothing to collect.
-            new = self.statistics.mismatches > self._known_mismatches
-            if self.config.on_mismatch == "abort" and self.on_any_rank(new):
-                self.stop(EXIT_ABORTED, mine, "optimizer")
-            if self.on_any_rank(given_up):
-                self.stop(EXIT_EXHAUSTED, mine, "optimizer")
-            verdict = engine.verdict()
-            if not self.takes_back(verdict, "parameters"):
-                return
-            if repairs == self.config.max_rollbacks:
-                self.stop(EXIT_EXHAUSTED, verdict, "parameters")
-            self.repeat_parameters(verdict)
-            engine.repairs_all = engine.repairs
-            with engine.at(phase="optimizer", layer=None):
-                self.gradients.write_parameters()
+        with engine.paused():
+            found = engine.ledger.collect()
+        # On a device the third execution decides unseen.
+        torn = engine.device.type == "cpu" and any(
+            m.method == "naive" and m.wrong == "unknown" for m in found
+        )
+        given_up = any(s.exhausted for s in self._steps) or (torn and engine.repairs)
+        mine = Verdict(True, tuple(found))
+        if found:
+            self.emit_verdict(mine, "optimizer", "repaired" if engine.repairs else "report")
+        # A chunk of the inner step that was repeated has left nothing to collect.
+        new = self.statistics.mismatches > self._known_mismatches
+        if self.config.on_mismatch == "abort" and self.on_any_rank(new):
+            self.stop(EXIT_ABORTED, mine, "optimizer")
+        if self.on_any_rank(given_up):
+            self.stop(EXIT_EXHAUSTED, mine, "optimizer")
+        return False
+
+    def write_parameters(self) -> None:
+        self.engine.repairs_all = self.engine.repairs  # a new attempt begins without
+        self.gradients.write_parameters()

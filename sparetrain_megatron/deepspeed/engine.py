@@ -13,10 +13,11 @@ import torch
 from ..config import SparetrainConfig
 from ..dmr.engine import Verdict
 from ..errors import EXIT_EXHAUSTED, UsageError
+from ..replay import private
 from .base import DeepSpeedProtection
 from .block import spell
 from .following import Follower
-from .recording import LossTape, Microbatch, NotReplayable, private, tensors_of
+from .recording import LossTape, Microbatch, NotReplayable, tensors_of
 
 
 def _standing_for(original: Any, method: Any) -> Any:

@@ -7,8 +7,9 @@ from types import MethodType
 from typing import Any
 
 from ..dmr.engine import Verdict
+from ..replay import Replayed
 from .base import DeepSpeedProtection
-from .recording import Replayed, tensors_of
+from .recording import tensors_of
 
 
 class Discarded(Exception):

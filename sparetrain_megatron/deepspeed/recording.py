@@ -7,7 +7,6 @@ loss, is followed by a function mode and kept as the list of torch functions tha
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import weakref
 from collections.abc import Callable
@@ -226,20 +225,6 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def private(value: Any) -> Any:
-    """A copy of a batch, which may be changed in place later."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        for key, item in value.items():
-            copied[key] = private(item)
-        return copied
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(private(v) for v in value)
-    return copy.copy(value)
-
-
 @dataclasses.dataclass(slots=True)
 class Microbatch:
     """One forward and what belonged to it."""
@@ -257,38 +242,3 @@ class Microbatch:
     boundary: bool | None = None
     """What the loop has told the engine of the accumulation boundary; None if it counts itself."""
     steps: list[tuple[tuple, dict[str, Any]]] = dataclasses.field(default_factory=list)
-
-
-class Replayed:
-    """A data iterator whose microbatches of one iteration can be read again.
-
-    The first reading passes the loader's own objects on; a repetition gets copies that were taken
-    then.
-
-    Args:
-        source: The loader's iterator.
-        before: Called before the loader goes on, with what it gave out last: it may write there.
-    """
-
-    def __init__(self, source: Any, before: Callable[[Any], None] = lambda value: None) -> None:
-        self.source = source
-        self._before = before
-        self._last: Any = None
-        self._kept: list[Any] = []
-        self._next = 0
-
-    def __iter__(self) -> Replayed:
-        return self
-
-    def __next__(self) -> Any:
-        if self._next < len(self._kept):
-            value = private(self._kept[self._next])
-        else:
-            self._before(self._last)
-            value = self._last = next(self.source)
-            self._kept.append(private(value))
-        self._next += 1
-        return value
-
-    def rewind(self) -> None:
-        self._next = 0

@@ -174,9 +174,10 @@ class Deferred:
         for tensor in tape.held:
             if tensor is not None and tensor.untyped_storage()._cdata not in self.constants:
                 # What is held alone is what can go wrong unseen: a copy takes the fault.
+                key = tensor.untyped_storage()._cdata
+                tensor = _unexpanded(tensor)
                 copy = tensor.clone(memory_format=torch.preserve_format)
                 if injector.visit(place, "boundary", "only", [copy]):
-                    key = tensor.untyped_storage()._cdata
                     storage = tensor.untyped_storage().clone()
                     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                     view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -283,3 +284,11 @@ class Deferred:
         self._readers.clear()
         self._bytes.clear()
         self.held_bytes = self._transient = 0
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values without dimensions in which one element stands for many."""
+    for dimension, (size, stride) in enumerate(zip(tensor.size(), tensor.stride())):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor

@@ -16,48 +16,8 @@ import torch
 
 from ..dmr.engine import Engine
 from ..patching import Patches
+from ..replay import Replayed, private
 from .transformer_engine import Fp8State
-
-
-class Replayed:
-    """A data iterator whose microbatches of one iteration can be read again.
-
-    The first reading passes the loader's own objects on; a repetition gets copies that were taken
-    then, since a batch may be modified in place.
-    """
-
-    def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
-        self._kept: list[Any] = []
-        self._next = 0
-
-    def __iter__(self) -> Replayed:
-        return self
-
-    def __next__(self) -> Any:
-        if self._next < len(self._kept):
-            value = _private(self._kept[self._next])
-        else:
-            value = next(self._source)
-            self._kept.append(_private(value))
-        self._next += 1
-        return value
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def rewind(self) -> None:
-        self._next = 0
-
-
-def _private(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {k: _private(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_private(v) for v in value)
-    return copy.copy(value)
 
 
 def replayed(data_iterator: Any) -> Any:
@@ -105,13 +65,13 @@ class Snapshot:
         ]
         self._fp8 = Fp8State(model)
         self._metrics = {k: _entry(v) for k, v in _expert_metrics().items()}
-        self._lengths = {k: _private(v) for k, v in _length_counters().items()}
+        self._lengths = {k: private(v) for k, v in _length_counters().items()}
 
     def _set_length_counters(self) -> None:
         from megatron.training import training
 
         for name, value in self._lengths.items():
-            setattr(training, name, _private(value))
+            setattr(training, name, private(value))
 
     def restore(self, optimizer: Any) -> None:
         """Puts everything back. All communication of the attempt must have ended.

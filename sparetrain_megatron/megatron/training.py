@@ -26,7 +26,7 @@ import torch.distributed as dist
 from .. import protection
 from ..config import FLAGS, SparetrainConfig
 from ..dmr.engine import UnprotectedOperator, Verdict
-from ..errors import EXIT_EXHAUSTED, UsageError
+from ..errors import UsageError
 from ..planning import Planning, check_plan
 from ..report.terminal import say
 from . import metrics, transformer_engine
@@ -275,7 +275,7 @@ class Protection(protection.Protection):
                     self.rollback(self._dirty, "optimizer")
                     with schedule_allowed():
                         self._forward_backward()
-            self._verify_parameters()
+            self.verify_parameters()
             engine.repairs_all = engine.repairs
             return result
 
@@ -297,19 +297,11 @@ class Protection(protection.Protection):
                 self._before_step()
             raise
 
-    def _verify_parameters(self) -> None:
-        """The third verdict: parameters as copied and gathered; repaired, as the step stood."""
-        engine = self.engine
-        for repairs in range(self.config.max_rollbacks + 1):
-            exhausted = self.on_any_rank(self._hooks.exhausted)
-            verdict = engine.verdict()
-            if not self.takes_back(verdict, "parameters"):
-                return
-            if exhausted or repairs == self.config.max_rollbacks:
-                self.stop(EXIT_EXHAUSTED, verdict, "parameters")
-            self.repeat_parameters(verdict)
-            with engine.at(phase="optimizer", layer=None):
-                self._hooks.write_parameters(self._model)
+    def look_at_step(self) -> bool:
+        return self.on_any_rank(self._hooks.exhausted)
+
+    def write_parameters(self) -> None:
+        self._hooks.write_parameters(self._model)
 
     # --- rollback ------------------------------------------------------------------------------
 
@@ -326,7 +318,7 @@ class Protection(protection.Protection):
             # The parameters themselves may have arrived wrong: what overlaps with the forward is
             # looked at by this iteration's verdict alone. This gathering belongs to the next one.
             with self.engine.at(phase="optimizer", layer=None):
-                self._hooks.write_parameters(self._model)
+                self.write_parameters()
 
     def _overlapped_gather(self) -> bool:
         return any(
@@ -343,7 +335,7 @@ class Protection(protection.Protection):
                 return original(*args, **kwargs)
             with self.engine.active(), self.engine.at(phase="communication"):
                 result = original(*args, **kwargs)
-                self._verify_parameters()
+                self.verify_parameters()
             return result
 
         return disable_forward_pre_hook

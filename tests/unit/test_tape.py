@@ -66,6 +66,13 @@ def views():
     return a + 1, b * 3, (x[1:, ::2] - 1).unsqueeze(0).expand(2, 3, 3).sum(0)
 
 
+def expanded():
+    """What is held has many elements in one place, as the gradient of a sum has."""
+    with _disable_current_modes():
+        x = ramp(4, 1).expand(4, 3)
+    return x * 2, x.sum(0)
+
+
 def in_place():
     x = ramp(4, 4)
     y = x + 1
@@ -145,6 +152,7 @@ BODIES = {
     for function in (
         block,
         views,
+        expanded,
         in_place,
         in_place_through_views,
         partly_written,
@@ -223,7 +231,9 @@ def test_every_operator_every_execution(name, bit):
     assert caught["checker"] > 0
 
 
-@pytest.mark.parametrize("name", ["block", "views", "in_place", "types", "several_results"])
+@pytest.mark.parametrize(
+    "name", ["block", "views", "expanded", "in_place", "types", "several_results"]
+)
 def test_a_fault_in_what_is_held(name):
     """Each held tensor in its turn."""
     body = BODIES[name]
