@@ -124,12 +124,19 @@ def test_a_layer_that_deepspeed_can_not_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero2_fp32_4", "pipeline_zero0_fp32"])
-@pytest.mark.parametrize("phase", ["backward,operator=mm", "optimizer,operator=addcdiv_", "clip"])
-@pytest.mark.parametrize("action", ["abort", "exhausted"])
+@pytest.mark.parametrize(
+    "action, phase",
+    [
+        ("abort", "backward,operator=mm"),
+        ("abort", "optimizer,operator=addcdiv_"),
+        ("abort", "clip"),
+        ("exhausted", "backward,operator=mm"),
+        ("exhausted", "optimizer,operator=addcdiv_"),
+        # Not in clipping: a third execution repairs it.
+    ],
+)
 @pytest.mark.acceptance
 def test_stops(tmp_path: Path, name: str, phase: str, action: str) -> None:
-    if action == "exhausted" and phase.startswith("clip"):
-        pytest.skip("clipping is repaired by a third execution")
     spec = f"iteration=2,rank=1,phase={phase},bit=14"
     settings: dict[str, Any] = {"inject": [f"{spec},repeat=always"]}
     if action == "abort":
