@@ -109,23 +109,24 @@ class Collectives:
     def _serve(self, call: Transfer) -> None:
         engine = self._engine
         engine.window_opens("inter" if self.spans_hosts(call.group) else "intra", call.name)
-        start, crossing, room, at_least = time.perf_counter(), call.crossing, None, None
+        start, crossing, room = time.perf_counter(), call.crossing, None
+        like: Sequence[float] = ()
         # An all-to-all is as long as the busiest expert makes it.
         size = call.item if call.name == "all_to_all" else call.moved
         key = (call.name, call.group.group_name, size)
         if engine.device.type == "cpu":  # on a GPU the host does not know how long operators take
             room = None if call.name == "all_to_all" else self.windows.room(key)
-            at_least = self.windows.at_least(key, crossing)
+            like = self.windows.like(key, crossing)
         if engine.deferred:
             transfers = [call, *call.repeats]
             if call.name == "reduce_scatter":
                 # Gloo delivers it by a copy when it is waited for, and never says it is complete.
                 self._waiter = self._waiter or Waiter()
                 done, finish = self._waiter.start(transfers)
-                engine.deferred.serve(done.is_set, room, at_least)
+                engine.deferred.serve(done.is_set, room, like)
                 finish()
             else:
-                engine.deferred.serve(lambda: all(t.completed for t in transfers), room, at_least)
+                engine.deferred.serve(lambda: all(t.completed for t in transfers), room, like)
         else:
             call.wait()  # as the caller is about to do: so the window's length is known
         engine.window_closes()

@@ -214,14 +214,14 @@ class Deferred:
         self,
         closed: Callable[[], bool],
         room: float | None = None,
-        at_least: float | None = None,
+        like: Sequence[float] = (),
     ) -> None:
         """Executes pending operators, one at a time, until the window has closed.
 
         Args:
             closed: Whether it has.
             room: How long it will be open, if that is known; see ``dynamic.py``.
-            at_least: How long it will be open if no peer is late, if that is known.
+            like: How long its like have been open, in order, if that is known.
         """
         if not self:
             return
@@ -231,7 +231,7 @@ class Deferred:
         with below_autograd():
             while not closed():
                 now = _clock()
-                if at_least is not None and not in_time(self._ahead, start + at_least - now):
+                if like and not in_time(self._ahead, now - start, like):
                     time.sleep(_PAUSE)
                     idle += _clock() - now
                 elif self.unit():

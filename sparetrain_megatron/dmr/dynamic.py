@@ -6,9 +6,9 @@ one (a collective of tensor parallelism) is about as long each time: the tapes t
 first, so that it ends with as many of them done, and their memory free, as it has room for. Either
 is left at the first operator that ends after it has closed.
 
-No peer can end a window before its bytes have crossed, which takes about as long as it took before.
-An operator that would still run at that moment is not begun: it would keep the peers waiting, who
-wait for this rank in the next collective. See :func:`in_time`.
+An operator that would probably still run when the window closes is not begun: it would keep the
+peers waiting, who wait for this rank in the next collective. How long a window will be open is told
+by the bytes that cross and by how long its like have been open before; see :func:`in_time`.
 
 What comes out of operators as they run (how often, of which sizes) need not be known before: this
 is how the experts' operators are checked, which are others in every iteration.
@@ -16,6 +16,7 @@ is how the experts' operators are checked, which are others in every iteration.
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
@@ -25,6 +26,12 @@ EXACT = 10
 
 REMEMBERED = 9
 """Windows of a kind whose length is remembered."""
+
+LIKE = 32
+"""Windows whose lengths tell how long one of their like will be open."""
+
+RISK = 4
+"""An operator begins if at most one in so many of a window's like closed while it would run."""
 
 STEADY = 0.25
 """A window is static while half of those before it were within this share of their median."""
@@ -37,7 +44,7 @@ class Windows:
 
     def __init__(self) -> None:
         self._lengths: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._paces: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._paces: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=LIKE))
 
     def room(self, key: Hashable) -> float | None:
         """Seconds that a window will be open; None for a dynamic one, or one not known yet.
@@ -51,18 +58,15 @@ class Windows:
         low, middle, high = statistics.quantiles(lengths, n=4, method="inclusive")
         return low if high - low <= STEADY * middle else None
 
-    def at_least(self, key: Hashable, size: int) -> float | None:
-        """Seconds that a window will probably be open; None for one not known yet.
+    def like(self, key: Hashable, size: int) -> list[float]:
+        """How many seconds windows like this one have been open, in order; none before three have.
 
         Args:
             key: What it waits for: windows with the same key move their bytes equally fast.
-            size: Bytes that cross.
+            size: Bytes that cross; lengths are those of windows in which as many do.
         """
-        paces = self._paces.get(key)
-        if paces is None or len(paces) < 3:
-            return None
-        # Those in which a peer was late have been longer.
-        return size * statistics.quantiles(paces, n=4, method="inclusive")[0]
+        paces = self._paces.get(key, ())
+        return sorted(size * pace for pace in paces) if len(paces) >= 3 else []
 
     def closed(self, key: Hashable, seconds: float) -> None:
         """A window has closed after so many seconds."""
@@ -74,15 +78,21 @@ class Windows:
             self._paces[key].append(seconds / size)
 
 
-def in_time(seconds: float, left: float) -> bool:
+def in_time(seconds: float, open_for: float, like: Sequence[float]) -> bool:
     """Whether to begin an operator in a window.
 
     Args:
         seconds: How long it takes.
-        left: Until the window will probably close; negative when it should have. A peer is late
-            then, and the longer it has been, the longer it will probably be.
+        open_for: How long the window has been open.
+        like: How long its like have been, in order; not empty. Where it is open for longer than any
+            of them, a peer is late, and the longer it has been, the longer it will probably be.
     """
-    return seconds <= abs(left)
+    first = bisect.bisect_right(like, open_for)
+    left = len(like) - first
+    if not left:
+        return seconds <= open_for - like[-1]
+    closing = bisect.bisect_left(like, open_for + seconds) - first
+    return closing * RISK <= left
 
 
 def best_fit(seconds: Sequence[float], room: float) -> list[int]:

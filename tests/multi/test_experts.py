@@ -103,8 +103,6 @@ def test_the_forecast_knows_of_the_waits_inside_layers(megatron, tmp_path: Path)
     assert waited > 0.8 * waits
     (plan,) = load_plans(tmp_path / "plan.json").values()
     assert plan.totals.window_seconds > 0.8 * waits
-    # Gradient accumulation and the optimizer are left, which cannot wait.
-    assert plan.totals.in_windows > plan.totals.critical["naive"]
 
 
 @pytest.mark.acceptance

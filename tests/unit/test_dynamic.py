@@ -163,22 +163,36 @@ def test_what_fits_a_static_window_goes_first():
 # --- not being late -------------------------------------------------------------------------------
 
 
-def test_what_a_window_lasts_at_least_follows_from_the_bytes_that_cross():
+def test_what_a_window_s_like_have_lasted_follows_from_the_bytes_that_cross():
     windows = Windows()
-    for seconds, size in ((1.0, 100), (2.0, 200), (9.0, 100), (4.0, 400)):
+    for seconds, size in ((1.0, 100), (9.0, 100), (4.0, 400)):
+        assert windows.like("all_to_all", 300) == []
         windows.crossed("all_to_all", size, seconds)
-    assert windows.at_least("all_to_all", 300) == pytest.approx(3.0)
-    assert windows.at_least("another", 300) is None
+    assert windows.like("all_to_all", 300) == pytest.approx([3.0, 3.0, 27.0])
+    assert windows.like("another", 300) == []
     windows.crossed("empty", 0, 1.0)  # tells nothing
-    assert windows.at_least("empty", 300) is None
+    assert windows.like("empty", 300) == []
+
+
+LENGTHS = [1.0, 1.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
 
 
 @pytest.mark.parametrize(
-    "seconds, left, begins",
-    [(1.0, 2.0, True), (2.0, 1.0, False), (2.0, -1.0, False), (2.0, -3.0, True), (0.0, 0.0, True)],
+    "seconds, open_for, begins",
+    [
+        (3.0, 0.0, True),  # two of eight closed before
+        (4.5, 0.0, False),  # three did
+        (3.0, 1.0, True),  # of those still open then, none did
+        (3.5, 1.0, True),  # one of six
+        (4.5, 1.0, False),  # two of six
+        (0.5, 8.2, True),
+        (1.0, 8.2, False),
+        (1.0, 9.5, False),  # longer than any: the peer has been late for half a second
+        (1.0, 10.5, True),
+    ],
 )
-def test_an_operator_begins_only_if_it_will_probably_end_in_time(seconds, left, begins):
-    assert in_time(seconds, left) is begins
+def test_an_operator_begins_only_if_it_will_probably_end_in_time(seconds, open_for, begins):
+    assert in_time(seconds, open_for, LENGTHS) is begins
 
 
 @given(
@@ -218,7 +232,7 @@ def test_a_window_of_known_length_is_not_left_late(costs, at_least, late):
         patch.setattr(deferred_module.time, "sleep", pause)
         patch.setattr(deferred_module, "_PAUSE", 0.05)
         patch.setattr(engine.deferred, "unit", timed)
-        engine.deferred.serve(lambda: clock[0] >= closes, None, at_least)
+        engine.deferred.serve(lambda: clock[0] >= closes, None, [at_least] * 3)
     if late == 0:
         assert all(end <= at_least + 1e-6 for end in ends)
     # Behind the foreseen end, an operator runs at most twice as long as the peer has been late.
