@@ -2,8 +2,9 @@
 
 Every tensor between stages goes through ``P2PCommunicator._communicate``, which issues and waits.
 Here it issues without waiting, the window is served until all requests have completed, and only
-then it returns. Waiting for a late peer is a window like waiting for the wire, so bubbles count
-too.
+then it returns. Where the schedule itself waits later (interleaved stages, whose transfers overlap
+with computing), that wait is the window. Waiting for a late peer is a window like waiting for the
+wire, so bubbles count too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Pipeline:
             finally:
                 communicator.config = config
             if not wait_on_reqs:
-                return previous, following, requests
+                return previous, following, self._begun(communicator.pp_group, requests)
             values = requests.values() if isinstance(requests, dict) else requests
             name = "+".join(requests) if isinstance(requests, dict) else "p2p"
             self._wait(communicator.pp_group, name, [r for r in values or () if r is not None])
@@ -65,6 +66,38 @@ class Pipeline:
 
     def _wait(self, group: Any, name: str, requests: list[Any]) -> None:
         self._windows.wait(requests, group, name)
+
+    def _begun(self, group: Any, requests: Any) -> Any:
+        if not isinstance(requests, dict):
+            return requests
+        return {
+            name: request if request is None else Begun(self, group, name, request)
+            for name, request in requests.items()
+        }
+
+
+class Begun:
+    """A transfer that the schedule waits for later."""
+
+    def __init__(self, pipeline: Pipeline, group: Any, name: str, request: Any) -> None:
+        self._pipeline = pipeline
+        self._group = group
+        self._name = name
+        self._request = request
+        self._waited = False
+
+    def wait(self) -> bool:
+        """Waits, in a window, until it has completed."""
+        if not self._waited:
+            self._waited = True
+            if self._pipeline._engine.is_active:
+                self._pipeline._wait(self._group, self._name, [self._request])
+            else:
+                self._request.wait()
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 def receives_first(issue: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sparetrain_megatron.plan import load_plans
+from sparetrain_megatron.plan import Profile, load_plans
+from sparetrain_megatron.plan.profile import Window
 from tests import protection
 from tests.megatron_cases import CASES
 from tests.protection import (
@@ -260,6 +261,12 @@ def test_blocks_are_bound(
     # Three iterations, of which the first microbatch is recorded.
     assert [rank["templates"] for rank in told] == [[3 * microbatches - 1] * 2] * len(told)
     assert all(rank["unbound"] == 0 for rank in told)
+    if name == "interleaved_pp2":
+        # Its schedule waits for most transfers later than it begins them: windows, too.
+        for number in range(2):
+            profile = Profile.load(tmp_path / "bound" / f"profile.rank{number}.json")
+            windows = [step for step in profile.steps if isinstance(step, Window)]
+            assert sum(window.what == "pipeline" for window in windows) > 3 * microbatches
     seen, told = run_full(name, tmp_path / "seen", english, binds=False)
     assert_transparent(name, english, seen)
     assert all(rank["templates"] == [] for rank in told)
