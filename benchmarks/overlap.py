@@ -45,18 +45,23 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from timeline import draw, unhidden
-from two_hosts import LinkError, hosts
+from two_hosts import LinkError, hosts, run_ranks
 
 MODES = ("unprotected", "naive", "piggyback", "coarse", "full")
 HERE = Path(__file__).resolve().parent
+MEMORY = {
+    # Kept once it is there, as a GPU's caching allocator does; else page faults are a third of the
+    # time of large operators.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -134,66 +139,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         SystemExit: A rank failed.
     """
     with hosts(options.link) as pair, tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "steps.json"
         settings = {k: v for k, v in vars(options).items() if k not in ("json", "picture")}
-        settings |= {"out": str(out), "link": pair.kind}
+        settings["link"] = pair.kind
         settings["profiles"] = str(options.profiles.absolute()) if options.profiles else None
-        ranks: list[subprocess.Popen] = []
-        try:
-            for rank in range(2):
-                prefix, environment = pair.launch(rank)
-                environment |= {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "LOCAL_RANK": "0",
-                    "LOCAL_WORLD_SIZE": "1",  # each is alone on its host
-                    "OMP_NUM_THREADS": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
-                    # Memory is kept once it is there, as a GPU's caching allocator does; else page
-                    # faults are a third of the time of large operators.
-                    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-                    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-                    "MALLOC_TOP_PAD_": str(64 << 20),
-                    "PYTHONWARNINGS": "ignore",
-                }
-                words = [sys.executable, str(HERE / "overlap_rank.py"), json.dumps(settings)]
-                settled = os.environ | environment
-                quiet = subprocess.DEVNULL  # Megatron's own chatter; progress goes to stderr
-                ranks.append(
-                    subprocess.Popen(prefix + words, env=settled, stdout=quiet, cwd=folder)
-                )
-            wait(ranks)
-        finally:
-            stop(ranks)
-        return json.loads(out.read_text()) | {"link": pair.kind}
-
-
-def wait(ranks: list[subprocess.Popen]) -> None:
-    """Waits for all ranks.
-
-    Raises:
-        SystemExit: One failed; the others would wait for it.
-    """
-    while any(rank.poll() is None for rank in ranks):
-        if any(rank.poll() for rank in ranks):
-            break
-        time.sleep(0.2)
-    for number, rank in enumerate(ranks):
-        if rank.poll():
-            sys.exit(f"overlap.py: rank {number} failed with exit code {rank.returncode}")
-
-
-def stop(ranks: list[subprocess.Popen]) -> None:
-    """Ends what still runs."""
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.terminate()
-    for rank in ranks:
-        try:
-            rank.wait(10)
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
+        found = run_ranks(pair, HERE / "overlap_rank.py", settings, folder, MEMORY)
+        return found | {"link": pair.kind}
 
 
 # --- evaluating ----------------------------------------------------------------------------------

@@ -26,17 +26,17 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from overlap import quartiles, stop, wait
-from two_hosts import LinkError, hosts
+from overlap import quartiles
+from two_hosts import LinkError, hosts, run_ranks
 
 MODES = ("unprotected", "naive", "piggyback", "full", "full, reductions 0.1")
 HERE = Path(__file__).resolve().parent
+ENVIRONMENT = {"LOCAL_SIZE": "1", "DS_ACCELERATOR": "cpu", "TORCH_COMPILE_DISABLE": "1"}
 
 
 def parse() -> argparse.Namespace:
@@ -70,38 +70,8 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Runs both ranks to their end and returns what the first one wrote."""
     with hosts("namespaces") as pair, tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "steps.json"
-        settings = {k: v for k, v in vars(options).items() if k != "json"} | {"out": str(out)}
-        ranks: list[subprocess.Popen] = []
-        try:
-            for rank in range(2):
-                prefix, environment = pair.launch(rank)
-                environment |= {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "LOCAL_RANK": "0",
-                    "LOCAL_WORLD_SIZE": "1",  # each is alone on its host
-                    "LOCAL_SIZE": "1",
-                    "OMP_NUM_THREADS": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
-                    "DS_ACCELERATOR": "cpu",
-                    "TORCH_COMPILE_DISABLE": "1",
-                    "PYTHONWARNINGS": "ignore",
-                }
-                words = [sys.executable, str(HERE / "overlap_deepspeed_rank.py")]
-                words.append(json.dumps(settings))
-                ranks.append(
-                    subprocess.Popen(
-                        prefix + words,
-                        env=os.environ | environment,
-                        stdout=subprocess.DEVNULL,
-                        cwd=folder,
-                    )
-                )
-            wait(ranks)
-        finally:
-            stop(ranks)
-        return json.loads(out.read_text())
+        settings = {k: v for k, v in vars(options).items() if k != "json"}
+        return run_ranks(pair, HERE / "overlap_deepspeed_rank.py", settings, folder, ENVIRONMENT)
 
 
 def summary(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,6 +204,81 @@ def _terminated(number: int, frame: Any) -> None:
 
 def _ignored(number: int, frame: Any) -> None:
     pass
+
+
+# --- both ranks ----------------------------------------------------------------------------------
+
+
+def run_ranks(
+    pair: Namespaces | Loopback,
+    script: Path,
+    settings: dict[str, Any],
+    folder: str,
+    environment: dict[str, str],
+) -> dict[str, Any]:
+    """Runs one rank a host to its end and returns what the first one wrote.
+
+    Args:
+        script: What a rank runs; its only argument is JSON: the settings, and as ``out`` the file
+            that the first rank writes.
+        folder: The ranks' directory.
+        environment: More of a rank's environment.
+
+    Raises:
+        SystemExit: A rank failed.
+    """
+    out = Path(folder) / "steps.json"
+    ranks: list[subprocess.Popen] = []
+    try:
+        for rank in range(2):
+            prefix, own = pair.launch(rank)
+            own |= environment | {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",  # each is alone on its host
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONWARNINGS": "ignore",
+            }
+            words = [sys.executable, str(script), json.dumps(settings | {"out": str(out)})]
+            quiet = subprocess.DEVNULL  # the framework's own chatter; progress goes to stderr
+            ranks.append(
+                subprocess.Popen(prefix + words, env=os.environ | own, stdout=quiet, cwd=folder)
+            )
+        wait(ranks)
+    finally:
+        stop(ranks)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def wait(ranks: list[subprocess.Popen]) -> None:
+    """Waits for all ranks.
+
+    Raises:
+        SystemExit: One failed; the others would wait for it.
+    """
+    while any(rank.poll() is None for rank in ranks):
+        if any(rank.poll() for rank in ranks):
+            break
+        time.sleep(0.2)
+    for number, rank in enumerate(ranks):
+        if rank.poll():
+            sys.exit(f"rank {number} failed with exit code {rank.returncode}")
+
+
+def stop(ranks: list[subprocess.Popen]) -> None:
+    """Ends what still runs."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    for rank in ranks:
+        try:
+            rank.wait(10)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
 
 
 # --- in the rank's process -----------------------------------------------------------------------

@@ -228,9 +228,9 @@ class TestProcesses:
         failing = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
         try:
             with pytest.raises(SystemExit, match=r"rank 1 .* 3"):
-                overlap.wait([sleeping, failing])
+                two_hosts.wait([sleeping, failing])
         finally:
-            overlap.stop([sleeping, failing])
+            two_hosts.stop([sleeping, failing])
         assert sleeping.returncode
 
 
