@@ -117,18 +117,16 @@ class Collectives:
         if engine.device.type == "cpu":  # on a GPU the host does not know how long operators take
             room = None if call.name == "all_to_all" else self.windows.room(key)
             like = self.windows.like(key, crossing)
-        if engine.deferred:
-            transfers = [call, *call.repeats]
-            if call.name == "reduce_scatter":
-                # Gloo delivers it by a copy when it is waited for, and never says it is complete.
-                self._waiter = self._waiter or Waiter()
-                done, finish = self._waiter.start(transfers)
-                engine.deferred.serve(done.is_set, room, like)
-                finish()
-            else:
-                engine.deferred.serve(lambda: all(t.completed for t in transfers), room, like)
+        transfers = [call, *call.repeats]
+        if engine.deferred and call.name == "reduce_scatter":
+            # Gloo delivers it by a copy when it is waited for, and never says it is complete.
+            self._waiter = self._waiter or Waiter()
+            done, finish = self._waiter.start(transfers)
+            engine.deferred.serve(done.is_set, room, like)
+            finish()
         else:
-            call.wait()  # as the caller is about to do: so the window's length is known
+            engine.deferred.serve(lambda: all(t.completed for t in transfers), room, like)
+            call.wait()  # as the caller is about to do: so that the window's length is known
         engine.window_closes()
         seconds = time.perf_counter() - start
         self.windows.closed(key, seconds)

@@ -76,7 +76,7 @@ def test_by_plan(megatron, tmp_path: Path, name: str) -> None:
     assert result.of_kind("mismatch") == []
 
 
-LATE = 0.01
+LATE = 0.02
 
 
 def come_late(rank: int) -> None:
@@ -100,9 +100,9 @@ def test_the_forecast_knows_of_the_waits_inside_layers(megatron, tmp_path: Path)
     waits = 2 * 2 * 4 * LATE  # forward and recompute of two layers, in four microbatches
     profile = Profile.load(tmp_path / "profile.rank0.json")
     waited = sum(w.seconds for w in profile.windows() if w.what in ("expert", "tensor"))
-    assert waited > 0.8 * waits
+    assert waited > 0.25 * waits
     (plan,) = load_plans(tmp_path / "plan.json").values()
-    assert plan.totals.window_seconds > 0.8 * waits
+    assert plan.totals.window_seconds > 0.25 * waits
 
 
 @pytest.mark.acceptance
