@@ -2,8 +2,9 @@
 
 Kernels of negligible size, so that what is measured is Python and the dispatcher: on a GPU this
 time has to hide behind kernels that last a few milliseconds a layer. One process, real Megatron;
-the variants alternate step by step. Not counted are replays, which run elsewhere, and gradient
-accumulation, which is checked naively in every variant.
+the variants alternate step by step; `dispatched` is unprotected with a dispatch mode in Python that
+hands every operator on, the least that seeing them can cost. Not counted are replays, which run
+elsewhere, and gradient accumulation, which is checked naively in every variant.
 
     python benchmarks/host_time.py --rounds 30 --json FILE
 """
@@ -17,12 +18,13 @@ import platform
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import one_process
 
-VARIANTS = ("unprotected", "piggyback", "recorded", "bound")
+VARIANTS = ("unprotected", "dispatched", "piggyback", "recorded", "bound")
 LAYERS, MICROBATCHES = 4, 4
 
 
@@ -62,10 +64,17 @@ def measure(rounds: int) -> tuple[dict[str, list[float]], int]:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.tensor_parallel.random import CheckpointFunction
     from megatron.training import training
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from sparetrain_megatron import megatron
     from sparetrain_megatron.config import SparetrainConfig
     from sparetrain_megatron.dmr.strategy import Everything, Immediate
+
+    class HandsOn(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
 
     spent = [0.0]
     make_hook = DistributedDataParallel._make_backward_post_hook
@@ -106,12 +115,13 @@ def measure(rounds: int) -> tuple[dict[str, list[float]], int]:
         nonlocal done
         name = VARIANTS[done % len(VARIANTS)]
         engine = protection.engine
-        protection.enabled = name != "unprotected"
+        protection.enabled = name not in ("unprotected", "dispatched")
         engine.strategy = Immediate() if name == "piggyback" else Everything(rest=False)
         protection._recompute.binds = name == "bound"
         spent[0] = 0.0
         before = sum(engine.statistics.checks.get("deferred", {}).values())
-        result = protected(*args, **kwargs)
+        with HandsOn() if name == "dispatched" else nullcontext():
+            result = protected(*args, **kwargs)
         blocks = LAYERS * MICROBATCHES
         if name == "recorded":
             after = sum(engine.statistics.checks.get("deferred", {}).values())
