@@ -9,6 +9,8 @@ import numpy
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
+from ..module_values import ModuleValues
+
 _COUNTERS = (
     "micro_steps",
     "_unmanaged_backward_count",
@@ -22,8 +24,9 @@ _COUNTERS = (
 class Snapshot:
     """The state at the start of an iteration.
 
-    Random generators, module buffers and the engine's counters. Not needed: parameters, optimizer
-    state, learning rate and global counters, which change only after the last verdict.
+    Random generators, module buffers, what modules keep beside them, and the engine's counters. Not
+    needed: parameters, optimizer state, learning rate and global counters, which change only after
+    the last verdict.
 
     Args:
         engine: The DeepSpeed engine.
@@ -38,6 +41,7 @@ class Snapshot:
         self._tracker = _copied(checkpointing.get_cuda_rng_tracker().get_states())
         self._counters = {n: getattr(engine, n) for n in _COUNTERS if hasattr(engine, n)}
         self._micro_offset = getattr(engine.module, "micro_offset", None)
+        self._values = ModuleValues([engine.module])
         self._buffers = [(b, b.detach().clone()) for b in engine.module.buffers()]
 
     def restore(self) -> None:
@@ -49,6 +53,7 @@ class Snapshot:
             torch.cuda.set_rng_state(self._cuda)
         # The tracker adopts the dictionary it is given and changes it later: give it a copy.
         checkpointing.get_cuda_rng_tracker().set_states(_copied(self._tracker))
+        self._values.restore()
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)

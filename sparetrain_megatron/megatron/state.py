@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from ..dmr.engine import Engine
+from ..module_values import ModuleValues
 from ..patching import Patches
 from ..replay import Replayed, private
 from .transformer_engine import Fp8State
@@ -38,8 +39,8 @@ class Snapshot:
 
     Random generators, module buffers, scales and amax histories of FP8 and the data are put back;
     gradients are zeroed; caches that may hold a value computed by the discarded attempt are
-    emptied. Not needed: parameters, optimizer state, learning rate and consumed samples, which
-    change only after the last verdict.
+    emptied, those of modules and those of functions. Not needed: parameters, optimizer state,
+    learning rate and consumed samples, which change only after the last verdict.
 
     Args:
         model: Model chunks of this rank.
@@ -56,6 +57,7 @@ class Snapshot:
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         self._tracker = _copied_states(get_cuda_rng_tracker().get_states())
+        self._values = ModuleValues(model)
         self._buffers = [
             (buffer, buffer.detach().clone())
             for chunk in model
@@ -88,6 +90,7 @@ class Snapshot:
             torch.cuda.set_rng_state(self._cuda)
         # The tracker adopts the dictionary it is given and changes it later: give it a copy.
         get_cuda_rng_tracker().set_states(_copied_states(self._tracker))
+        self._values.restore()
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
