@@ -71,9 +71,14 @@ class Gpt(nn.Module):
         moe = case.get("moe")
         self.layers = nn.ModuleList(Block(case.get("dropout", 0.0), moe) for _ in range(2))
         self.checkpoint = case.get("checkpoint")
+        self.keeps, self.scale = case.get("keeps"), None
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(ids)
+        if self.keeps:
+            if self.scale is None:  # neither parameter nor buffer
+                self.scale = torch.exp(torch.linspace(0, 1, WIDTH, dtype=x.dtype))
+            x = x * self.scale
         for layer in self.layers:
             x = self._checkpointed(layer, x)
         logits = self.head(x)

@@ -95,6 +95,16 @@ def test_recovers_bitwise(tmp_path: Path, name: str, mode: str) -> None:
     assert [r["problems"] for r in found.results if r] == [[], []]
 
 
+def test_a_wrong_value_that_the_model_keeps_goes_with_its_iteration(tmp_path: Path) -> None:
+    """Made in the first forward and used in all: it is made, and checked, anew."""
+    case = {"stage": 1, "keeps": True, "iterations": 3}
+    spec = "iteration=1,rank=0,phase=forward,operator=exp,element=5,bit=20"
+    found = protected(case, tmp_path, inject=[spec], **MODES["full"])
+    assert [f["spec"] for r in found.results if r for f in r["faults"]] == [spec]
+    assert found.of_kind("mismatch")
+    assert found.bits == unprotected(case).bits
+
+
 def test_every_setting_is_in_the_smaller_matrix() -> None:
     def settings(names: Any) -> set[tuple[str, str]]:
         return {
