@@ -14,6 +14,7 @@ from .mismatch import Mismatch
 from .operators import Kind, Operator, tensors_of
 from .second_device import Call
 from .second_device import digest_of as _digest
+from .slices import Slice, cut, cut_one
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -164,11 +165,11 @@ def mutating(engine: Engine, operator: Operator, func: Any, args: tuple, kwargs:
     written = operator.written_tensors(args, kwargs)
     limit = engine.copy_limit
     if operator.elementwise and not engine.injector.armed and _is_large(args[0]):
-        slices = _slices_of_one(args, kwargs, args[0], _CACHE)
+        slices = cut_one(args, kwargs, args[0], _CACHE)
         if slices is not None:
             return _in_cache(engine, operator, func, args, slices)
     if limit and sum(t.numel() * t.element_size() for t in written) > limit:
-        slices = _slices(operator, args, kwargs, written, limit)
+        slices = cut(operator, args, kwargs, written, limit)
         if slices is not None:
             return _mutating_in_slices(engine, operator, func, args, kwargs, written, slices)
     start = _clock()
@@ -354,68 +355,6 @@ def _with_copies(
 # --- large writes: slice by slice, so that the copies never take more than a chunk of memory -----
 
 
-def _slices(
-    operator: Operator,
-    args: tuple,
-    kwargs: dict[str, Any],
-    written: Sequence[torch.Tensor],
-    limit: int,
-) -> list[tuple[tuple, dict[str, Any], list[torch.Tensor]]] | None:
-    """Cuts a call into calls that write at most ``limit`` bytes each; None if it can't be cut."""
-    if operator.elementwise and len(written) == 1:
-        return _slices_of_one(args, kwargs, written[0], limit)
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and len(a)]
-    lengths = {len(a) for a in lists}
-    if len(lengths) != 1 or not (args and isinstance(args[0], (list, tuple))):
-        return None
-    (count,) = lengths
-    sizes = [0] * count
-    for position, _ in operator.written:
-        for i, t in enumerate(args[position] if position < len(args) else ()):
-            sizes[i] += t.numel() * t.element_size()
-    bounds, total = [0], 0
-    for i, size in enumerate(sizes):
-        if total and total + size > limit:
-            bounds.append(i)
-            total = 0
-        total += size
-    bounds.append(count)
-
-    def part(value: Any, low: int, high: int) -> Any:
-        if isinstance(value, (list, tuple)) and len(value) == count:
-            return value[low:high]
-        return value
-
-    calls = []
-    for low, high in zip(bounds, bounds[1:]):
-        a = tuple(part(v, low, high) for v in args)
-        k = {name: part(v, low, high) for name, v in kwargs.items()}
-        calls.append((a, k, operator.written_tensors(a, k)))
-    return calls
-
-
-def _slices_of_one(
-    args: tuple, kwargs: dict[str, Any], target: torch.Tensor, limit: int
-) -> list[tuple[tuple, dict[str, Any], list[torch.Tensor]]] | None:
-    # Multiples of 64 elements keep every slice's vector loops as they are in the whole.
-    step = max(64, limit // target.element_size() // 64 * 64)
-    for t in tensors_of(args, kwargs):
-        if t.numel() != 1 and (t.size() != target.size() or not t.is_contiguous()):
-            return None
-
-    def part(value: Any, low: int) -> Any:
-        if isinstance(value, torch.Tensor) and value.numel() == target.numel():
-            return value.view(-1)[low : low + step]
-        return value
-
-    calls = []
-    for low in range(0, target.numel(), step):
-        a = tuple(part(v, low) for v in args)
-        k = {name: part(v, low) for name, v in kwargs.items()}
-        calls.append((a, k, [a[0]]))
-    return calls
-
-
 def _is_large(target: torch.Tensor) -> bool:
     return (
         target.device.type == "cpu"
@@ -429,7 +368,7 @@ def _in_cache(
     operator: Operator,
     func: Any,
     args: tuple,
-    slices: list[tuple[tuple, dict[str, Any], list[torch.Tensor]]],
+    slices: list[Slice],
 ) -> Any:
     """Both executions and the comparison slice by slice: memory is read and written once.
 
@@ -474,7 +413,7 @@ def _mutating_in_slices(
     args: tuple,
     kwargs: dict,
     written: Sequence[torch.Tensor],
-    slices: list[tuple[tuple, dict[str, Any], list[torch.Tensor]]],
+    slices: list[Slice],
 ) -> Any:
     """As :func:`mutating`, with fingerprints of the checker's slices instead of whole copies."""
     start = _clock()
