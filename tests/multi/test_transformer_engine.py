@@ -83,6 +83,8 @@ def defer_and_watch(rank):
     defer_everything(rank)
     engine = protection._attached.engine
     counts = engine.replayed = collections.Counter()
+    # Within one machine windows are so short that no grouped product would be begun in time.
+    engine.collectives.windows.like = lambda key, size: []
     opens, closes, execute = engine.window_opens, engine.window_closes, tape.execute
     window = [""]
 
