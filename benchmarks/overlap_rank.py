@@ -298,7 +298,7 @@ class Batches:
         Args:
             data: Megatron's iterator, or a list with one for each chunk.
         """
-        from sparetrain_megatron.megatron.state import Replayed
+        from sparetrain_megatron.replay import Replayed
 
         for i, iterator in enumerate(data if isinstance(data, list) else [data]):
             if iterator is None:

@@ -16,7 +16,6 @@ import torch
 from .dmr.operators import nested_tensors
 
 _OTHERS = {"_parameters", "_modules"}  # put back, or left alone, by other means
-_MISSING = object()
 
 
 class ModuleValues:
@@ -30,7 +29,7 @@ class ModuleValues:
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         self._kept = [
-            (owner, {name: value for name, value in owner.items() if _may_be_kept(value)})
+            (owner, {n: value for n, value in owner.items() if value is None or _is_kept(value)})
             for model in models
             for module in model.modules()
             for owner in _dicts(module)
@@ -40,7 +39,7 @@ class ModuleValues:
         """Takes away what has been added, and puts back what has been replaced."""
         for owner, before in self._kept:
             for name, value in list(owner.items()):
-                if value is before.get(name, _MISSING) or not _is_kept(value):
+                if value is before.get(name) or not _is_kept(value):
                     continue
                 if name in before:
                     owner[name] = before[name]
@@ -52,10 +51,6 @@ def _dicts(module: torch.nn.Module) -> list[dict[Any, Any]]:
     attributes = vars(module)
     inner = [v for name, v in attributes.items() if type(v) is dict and name not in _OTHERS]
     return [attributes, *inner]
-
-
-def _may_be_kept(value: Any) -> bool:
-    return value is None or _is_kept(value)
 
 
 def _is_kept(value: Any) -> bool:

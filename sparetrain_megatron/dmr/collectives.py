@@ -109,13 +109,14 @@ class Collectives:
     def _serve(self, call: Transfer) -> None:
         engine = self._engine
         engine.window_opens("inter" if self.spans_hosts(call.group) else "intra", call.name)
-        start, crossing, room = time.perf_counter(), call.crossing, None
+        start, crossing, room = time.perf_counter(), 0, None
         like: Sequence[float] = ()
         # An all-to-all is as long as the busiest expert makes it.
         size = call.item if call.name == "all_to_all" else call.moved
         key = (call.name, call.group.group_name, size)
         if engine.device.type == "cpu":  # on a GPU the host does not know how long operators take
             room = None if call.name == "all_to_all" else self.windows.room(key)
+            crossing = call.crossing
             like = self.windows.like(key, crossing)
         transfers = [call, *call.repeats]
         if engine.deferred and call.name == "reduce_scatter":

@@ -358,8 +358,8 @@ class Tape:
             found: Values that came out different are appended.
         """
         injector = engine.injector
-        values, self._next = list(self.held), 0
-        self._values = values
+        values = self._values = list(self.held)
+        self._next = 0
         for i, entry in enumerate(self.entries):
             try:
                 execute(entry, values, injector, self.position)

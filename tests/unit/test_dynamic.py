@@ -145,7 +145,8 @@ def test_a_window_is_overrun_by_one_operator_at_most_and_memory_never(steps, cos
         assert value.equal(program.result[name])
 
 
-def test_what_fits_a_static_window_goes_first():
+def with_three_tapes() -> Watched:
+    """An engine where three regions wait for their second executions."""
     engine = Watched(repairs=False)
     program = Program([])
     with engine.active():
@@ -153,6 +154,11 @@ def test_what_fits_a_static_window_goes_first():
             engine.open_tape()
             program.region(number)
             engine.close_tape()
+    return engine
+
+
+def test_what_fits_a_static_window_goes_first():
+    engine = with_three_tapes()
     first, second, third = engine.deferred._pending
     first.seconds, second.seconds, third.seconds = 3.0, 5.0, 1.0
     engine.deferred.serve(lambda: True, 6.0)
@@ -203,13 +209,7 @@ def test_an_operator_begins_only_if_it_will_probably_end_in_time(seconds, open_f
 @settings(max_examples=40, deadline=None)
 def test_a_window_of_known_length_is_not_left_late(costs, at_least, late):
     """Nothing runs over the end that was foreseen; a late peer is waited for in small portions."""
-    engine = Watched(repairs=False)
-    program = Program([])
-    with engine.active():
-        for number in range(3):
-            engine.open_tape()
-            program.region(number)
-            engine.close_tape()
+    engine = with_three_tapes()
     clock, repeated, ends = [0.0], itertools.cycle(costs), []
     for tape in engine.deferred._pending:
         for entry in tape.entries:
